@@ -1,0 +1,281 @@
+"""The GPT that every mode trains: a Llama-style decoder in one file, torch only.
+
+Replaces, for study and for small runs, the model part of nanoGPT and the LlamaForCausalLM of
+transformers (several thousand lines with its base classes). One block is
+
+    x = x + attention(RMSNorm(x))        causal, rotary positions, grouped-query
+    x = x + mlp(RMSNorm(x))              SwiGLU
+
+between a token embedding and an output head that share one matrix. No biases, no dropout, no
+position table, no buffers: parameters are the only state, so sharding them shards everything.
+
+How it differs from its models:
+- Every tensor is initialised from (seed, its own name), never from the global random state. Which
+  rank builds it, in which order, and whether it was built on the meta device first, changes nothing.
+- q, k and v are one matrix, and so are the gate and the up projection: two launches fewer per block.
+  The halves are laid out as in the Llama family (rotate_half, not interleaved), so that weights of
+  that family fit after a concatenation of rows.
+- Nothing in here knows about ranks. Blocks are the elements of one ModuleList; wrappers hang on that.
+
+Cost: Psi parameters take 4 Psi bytes in fp32; a training step needs about 6 Psi FLOPs a token plus
+attention, see `GPT.flops_per_token`.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024             # T: longest sequence, in tokens
+    vocab_size: int = 50257            # V
+    n_layer: int = 12                  # L
+    n_head: int = 12                   # H, query heads
+    n_embd: int = 768                  # C; the head size hs is C / H
+    n_kv_head: int | None = None       # key and value heads, a divisor of n_head; None: n_head
+    n_hidden: int | None = None        # width inside the MLP; None: 8/3 C, up to a multiple of 32
+    rope_theta: float = 10000.0        # rotary base: the longest wavelength is about 2 pi rope_theta
+    norm_eps: float = 1e-5
+    attention: str = "sdpa"            # "sdpa": torch's fused kernel; "explicit": the formula
+    activation_checkpointing: bool = False  # recompute each block in the backward
+    seed: int = 1337                   # of the initial weights
+
+    def __post_init__(self):
+        """Fill the derived sizes. Raises ValueError, naming the field, on sizes that do not fit."""
+        self.n_kv_head = self.n_kv_head or self.n_head
+        # 8/3 C: three matrices of this width cost as much as the two of width 4 C they replace
+        # (Shazeer, arXiv 2002.05202, section 3).
+        self.n_hidden = self.n_hidden or 32 * math.ceil(8 * self.n_embd / 3 / 32)
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "n_hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
+        if self.n_embd % self.n_head or self.n_embd // self.n_head % 2:
+            raise ValueError(f"n_embd {self.n_embd} over n_head {self.n_head} must be a whole, even head size")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}")
+        if self.attention not in ("sdpa", "explicit"):
+            raise ValueError(f"attention {self.attention!r} is neither 'sdpa' nor 'explicit'")
+
+
+# Sizes only; the vocabulary comes from the tokenizer. Parameters at V = 50257 beside each.
+PRESETS = {
+    "tiny":        dict(n_layer=4,  n_head=4,  n_embd=256,  block_size=256),   # 3.3M with 257 bytes
+    "gpt2":        dict(n_layer=12, n_head=12, n_embd=768,  block_size=1024),  # 124M
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, block_size=1024),  # 355M
+    "gpt2-large":  dict(n_layer=36, n_head=20, n_embd=1280, block_size=1024),  # 774M
+    "gpt2-xl":     dict(n_layer=48, n_head=25, n_embd=1600, block_size=1024),  # 1.56B
+    "1b":          dict(n_layer=20, n_head=32, n_embd=2048, block_size=2048, n_kv_head=8),
+    "7b":          dict(n_layer=32, n_head=32, n_embd=4096, block_size=4096),
+}
+
+
+def rotate_half(x):
+    """(..., hs) -> (..., hs): the second half negated, then the first. [1,2,3,4] -> [-3,-4,1,2]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotary_tables(T, hs, theta, device):
+    """cos and sin of position x frequency, each (T, hs), fp32. RoFormer, arXiv 2104.09864, eq. 34.
+
+    Recomputed in every forward: T x hs numbers cost nothing beside a block, and a stored table
+    would be a buffer to materialise, broadcast and cast in every wrapper.
+    """
+    frequency = theta ** (-torch.arange(0, hs, 2, device=device, dtype=torch.float32) / hs)  # (hs/2,)
+    angle = torch.outer(torch.arange(T, device=device, dtype=torch.float32), frequency)  # (T, hs/2)
+    angle = torch.cat((angle, angle), dim=-1)  # (T, hs): both halves turn by the same angles
+    return angle.cos(), angle.sin()
+
+
+def apply_rotary(x, cos, sin):
+    """x (B, nh, T, hs) turned by its position. Stays in x's dtype: autocast must not widen q and k."""
+    return x * cos.to(x.dtype) + rotate_half(x) * sin.to(x.dtype)
+
+
+def explicit_attention(q, k, v):
+    """softmax(q k^T / sqrt(hs)) v under a causal mask; all (B, nh, T, hs).
+
+    What scaled_dot_product_attention computes without ever writing the (T, T) scores to memory.
+    """
+    T = q.size(-2)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B,nh,T,hs) x (B,nh,hs,T) -> (B,nh,T,T)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v  # (B, nh, T, hs)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, n_head query heads over n_kv_head shared key/value heads (arXiv 2305.13245)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.hs = config.n_embd // config.n_head
+        self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * self.hs, bias=False)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, cos, sin):
+        B, T, C = x.size()  # batch size, sequence length, embedding width
+        nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.hs
+        q, k, v = self.qkv(x).view(B, T, nh + 2 * nkv, hs).transpose(1, 2).split((nh, nkv, nkv), dim=1)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)  # (B, nh, T, hs), (B, nkv, T, hs)
+        if nkv < nh:  # each key/value head serves nh / nkv query heads in a row
+            k, v = (t.repeat_interleave(nh // nkv, dim=1) for t in (k, v))  # (B, nh, T, hs)
+        if self.config.attention == "sdpa":
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = explicit_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), arXiv 2002.05202."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_hidden, bias=False)
+        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attn(self.attn_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """The whole model.
+
+        model = GPT(GPTConfig(vocab_size=257, **PRESETS["tiny"]))
+        logits, loss = model(idx, targets)
+
+    Built under `with torch.device("meta"):` it allocates nothing; then `model.to_empty(device=...)`
+    followed by `model.init_weights()` gives the weights that building it whole would have given.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Set every parameter that is not on the meta device, each drawn from (config.seed, its name).
+
+        | tensor                              | distribution                       |
+        |-------------------------------------|------------------------------------|
+        | `*.proj.weight`, `*.down.weight`    | N(0, (0.02 / sqrt(2 n_layer))^2)   |
+        | every other matrix                  | N(0, 0.02^2)                       |
+        | norm weights                        | 1                                  |
+
+        The smaller deviation keeps the residual stream's variance independent of depth (GPT-2
+        paper, section 2.3). Numbers are drawn on the CPU, so that every device starts from the same
+        bits: about 10 ns each, which is a minute for 7B.
+        """
+        self.lm_head.weight = self.wte.weight  # tied; here, since to_empty() makes one tensor per use
+        for name, p in self.named_parameters():
+            if p.is_meta:
+                continue
+            if p.dim() < 2:
+                p.fill_(1.0)
+                continue
+            key = hashlib.sha256(f"{self.config.seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little"))
+            residual = name.endswith(("proj.weight", "down.weight"))
+            std = 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02
+            p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+
+    def forward(self, idx, targets=None):
+        """idx, targets (B, T) token ids -> logits (B, T, V), mean cross-entropy in nats or None.
+
+        A target of -1 is left out of the loss. Raises ValueError where T exceeds block_size.
+        """
+        T = idx.size(1)
+        if T > self.config.block_size:
+            raise ValueError(f"sequence of {T} tokens, but block_size is {self.config.block_size}")
+        x = self.wte(idx)  # (B, T, C)
+        hs = self.config.n_embd // self.config.n_head
+        cos, sin = rotary_tables(T, hs, self.config.rope_theta, idx.device)
+        for block in self.blocks:
+            if self.config.activation_checkpointing and torch.is_grad_enabled():
+                # Keeps only x of each block: L times less activation memory for a third more FLOPs.
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
+        logits = self.lm_head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits, None
+        # fp32: a sum of V exponentials in bf16 loses the small ones.
+        loss = F.cross_entropy(logits.float().view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
+        return logits, loss
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
+        """idx (B, T) -> (B, T + max_new_tokens): sample one token at a time from the last logits.
+
+        temperature 0 takes the likeliest token; top_k keeps the k likeliest. No key/value cache: a
+        whole forward per token, which is slow and leaves nothing to keep in step between ranks.
+        """
+        for _ in range(max_new_tokens):
+            logits = self(idx[:, -self.config.block_size:])[0][:, -1].float()  # (B, V)
+            if top_k is not None:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]  # (B, 1)
+                logits = logits.masked_fill(logits < kth, float("-inf"))
+            if temperature == 0:
+                new = logits.argmax(dim=-1, keepdim=True)  # (B, 1)
+            else:
+                probabilities = (logits / temperature).softmax(dim=-1)
+                new = torch.multinomial(probabilities, num_samples=1, generator=generator)  # (B, 1)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
+
+    def compile_blocks(self):
+        """torch.compile each block by itself: L small graphs, hooks between them, names unchanged."""
+        for block in self.blocks:
+            block.forward = torch.compile(block.forward)
+
+    def flops_per_token(self):
+        """Training FLOPs per token: 6 N + 12 L H Q T, PaLM's letters (arXiv 2204.02311, appendix B).
+
+        N counts the shared embedding once, since its matrix multiplication happens once, in the head.
+        """
+        N = sum(p.numel() for p in self.parameters())
+        L, H, T = self.config.n_layer, self.config.n_head, self.config.block_size
+        Q = self.config.n_embd // H
+        return 6 * N + 12 * L * H * Q * T
+
+
+# Dense bf16/fp16 tensor-core peaks from NVIDIA's data sheets, FLOP/s. The first match counts.
+PEAK_FLOPS = (
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("B200", 2250e12),
+    ("A100", 312e12),
+)
+
+
+def peak_flops(device_name):
+    """Peak bf16 FLOP/s of a device by `torch.cuda.get_device_name()`; None where it is not known."""
+    return next((flops for name, flops in PEAK_FLOPS if name in device_name), None)
