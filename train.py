@@ -360,13 +360,13 @@ class Place:
             torch.cuda.synchronize(self.device)
 
     def sum_over_ranks(self, tensor):
-        if dist.is_initialized():
+        if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def max_over_ranks(self, number):
         tensor = torch.tensor(number, dtype=torch.int64, device=self.device)
-        if dist.is_initialized():
+        if self.world_size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.item()
 
@@ -435,6 +435,11 @@ def wrap(model, config, place):
 def local(tensor):
     """This rank's part of a tensor that FSDP2 shards; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_over(config):
+    """The group over which parameters and gradients are cut up; None where every rank has them whole."""
+    return dist.group.WORLD if config.mode == "torch-fsdp" else None
 
 
 def set_gradient_sync(model, on):
@@ -583,8 +588,8 @@ class Log:
         if self.place.rank == 0:
             print(text, flush=True)
 
-    def step(self, step_s, exposed_s, **entry):
-        """Take one step's numbers: loss, lr and the norms as they are, times in seconds."""
+    def step(self, entry, step_s, exposed_s):
+        """Print and write one step: entry plus what follows from its duration, in seconds."""
         self.step_s.append(step_s)
         rate = self.tokens_per_step / step_s
         mfu = self.peak_flops and rate * self.flops_per_token / (self.peak_flops * self.place.world_size)
@@ -620,62 +625,70 @@ def finite(entry):
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
 
 
+def train_step(model, optimizer, scaler, batches, step, config, place):
+    """One optimizer step. Returns (losses as `forward_backward` does, gradient norm, exposed seconds)."""
+    # set the learning rate of this step
+    for group in optimizer.param_groups:
+        group["lr"] = lr_at(step, config)
+
+    # forward and backward, micro-step by micro-step; then gradients are averaged over ranks
+    losses = forward_backward(model, batches, step, config, place, scaler)
+    exposed_s = finish_gradients(model, config, place)
+
+    # clip, on all ranks by the same factor
+    scaler.unscale_(optimizer)
+    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, sharded_over(config))
+
+    # update the weights; in fp16 all ranks agreed, in unscale_, whether to skip this
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return losses, grad_norm, exposed_s
+
+
 def train(config, place):
     """The whole run. Returns the step that Ctrl-C ended it at, else None. Raises UserError."""
     # 1) plain model and data, the same on every rank
     tokenizer = load_tokenizer(config.tokenizer)
-    model = build_model(config, tokenizer)
-    batches, val_batches = load_batches(config, tokenizer, model.config.block_size)
-    log, pressed = Log(config, place, model), ctrl_c()
-    log.say(f"{sum(p.numel() for p in model.parameters()):,} parameters | {len(batches.tokens):,} training "
-            f"tokens, {batches.steps_per_epoch:,} steps an epoch | {log.tokens_per_step:,} tokens a step | "
-            f"mode {config.mode}, world size {place.world_size}, {log.gpu or 'CPU'}, {config.dtype}")
+    plain = build_model(config, tokenizer)
+    batches, val_batches = load_batches(config, tokenizer, plain.config.block_size)
+    log, pressed = Log(config, place, plain), ctrl_c()
+    log.say(f"{sum(p.numel() for p in plain.parameters()):,} parameters | {len(batches.tokens):,} "
+            f"training tokens, {batches.steps_per_epoch:,} steps an epoch | {log.tokens_per_step:,} "
+            f"tokens a step | mode {config.mode}, world size {place.world_size}, {log.gpu or 'CPU'}, "
+            f"{config.dtype}")
 
     # 2) the model as its mode wants it, then the optimizer over the parameters that this leaves
-    model = wrap(model.to(place.device), config, place)
+    model = wrap(plain.to(place.device), config, place)
     optimizer, scaler = make_optimizer(model, config), make_scaler(config, place)
-    sharded_over = dist.group.WORLD if config.mode == "torch-fsdp" else None
 
     for step in range(config.max_steps):
         start_s = time.perf_counter()
-
-        # set the learning rate of this step
-        lr = lr_at(step, config)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-
-        # forward and backward, micro-step by micro-step; then gradients are averaged over ranks
-        losses = forward_backward(model, batches, step, config, place, scaler)
-        exposed_s = finish_gradients(model, config, place)
-
-        # clip, on all ranks by the same factor
-        scaler.unscale_(optimizer)
-        gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-        grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, sharded_over)
-
-        # update the weights; in fp16 all ranks agreed, in unscale_, whether to skip this
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        losses, grad_norm, exposed_s = train_step(model, optimizer, scaler, batches, step, config, place)
 
         # reduce the losses, and with them the wish to stop: all ranks see it at the same step
-        *losses, stop = place.sum_over_ranks(torch.cat((losses, losses.new_tensor([pressed.is_set()])))).tolist()
-        param_norm = total_norm([local(p.detach()) for p in model.parameters()], sharded_over).item()
+        shared = torch.cat((losses, losses.new_tensor([pressed.is_set()])))
+        *losses, stop = place.sum_over_ranks(shared).tolist()
+        weights = [local(p.detach()) for p in model.parameters()]
+        param_norm = total_norm(weights, sharded_over(config)).item()
         step_s = time.perf_counter() - start_s
 
         # evaluate, on all ranks; log, on rank 0
-        last = step + 1 == config.max_steps
-        validated = {}
-        if val_batches and (last or (step + 1) % config.eval_interval == 0):
-            validated["val_loss"] = evaluate(model, val_batches, config, place)
-        log.step(step_s, exposed_s, step=step + 1, loss=statistics.fmean(losses), lr=lr,
-                 grad_norm=grad_norm.item(), param_norm=param_norm, **validated)
+        entry = dict(step=step + 1, loss=statistics.fmean(losses), lr=lr_at(step, config),
+                     grad_norm=grad_norm.item(), param_norm=param_norm)
+        due = (step + 1) % config.eval_interval == 0 or step + 1 == config.max_steps
+        if val_batches and due:
+            entry["val_loss"] = evaluate(model, val_batches, config, place)
+        log.step(entry, step_s, exposed_s)
+
+        # terminate
         if stop:
             return step + 1
 
     if config.sample_tokens:
-        log.say(sample(model, tokenizer, config, place))
-    log.result(param_sha256(model), place.max_over_ranks(peak_mem_bytes(place.device)))
+        log.say(sample(plain, tokenizer, config, place))
+    log.result(param_sha256(plain), place.max_over_ranks(peak_mem_bytes(place.device)))
 
 
 def main():

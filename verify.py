@@ -1,0 +1,852 @@
+"""The test suite: every claim of this project is one function here, its docstring the claim.
+
+    python verify.py                 # sampled rows of every check, CPU and gloo, exit 1 on a failure
+    python verify.py naive data      # checks whose name contains "naive" or "data"
+    python verify.py --full          # whole cross products
+    python verify.py --list
+
+Replaces pytest with a distributed plugin. A check is an ordinary function that runs on every rank
+of a group of W processes at once, as training does; it asserts, and returns (what was compared,
+largest difference). Its decorator lists the rows it is run with. Groups are forked from a server
+that has torch loaded, once per W, and reused: starting ranks costs more than most checks.
+
+How it differs: a check that hangs, or whose rank dies, fails by name within its time limit; its
+group is killed, a fresh one takes its place, and the rest still run. Largest difference 0 stands for
+the same bits, since equality is asserted with torch.equal.
+
+Cost: about 250 MB a process that shares torch's pages with the others, 1 + 2 + 3 + 4 of them.
+"""
+
+import argparse
+import contextlib
+import datetime
+import inspect
+import io
+import itertools
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import model
+import train
+from ddp import average_gradients, clip_gradients_, sum_in_rank_order, total_norm
+from model import GPT, GPTConfig, PRESETS, explicit_attention, peak_flops, rotate_half
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+# -------------------------------------------------------------------------------------------------
+# the frame
+
+
+class Skip(Exception):
+    """Raised by a check that cannot run here; the message says what is missing."""
+
+
+class CheckFailed(Exception):
+    """What a group of ranks reports to the frame."""
+
+
+def grid(**axes):
+    """All combinations, a dict each: grid(W=(1, 2), clip=(True,)) has two."""
+    return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
+
+
+def fork_server():
+    """Processes forked from a server that has loaded torch and this file: 0.2 s each, not 3 s."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "train", "__main__"])
+    return context
+
+
+def check(sampled, full=None, limit_s=60):
+    """Mark a function as a check. Each row is a dict of its arguments and of W, the world size."""
+    def mark(function):
+        function.sampled, function.full, function.limit_s = sampled, full or sampled, limit_s
+        return function
+    return mark
+
+
+def rank_main(rank, W, folder, pipe):
+    """A rank's life: join the group, then run the checks that arrive until the pipe closes."""
+    os.setpgid(0, 0)  # so that killing this rank also kills the programs that it started
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="torch.distributed")  # FSDP2's own, under a gradient scaler
+    store = dist.FileStore(f"{folder}/store", W)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=W,
+                            timeout=datetime.timedelta(seconds=20))
+    with contextlib.suppress(EOFError):
+        while True:
+            function, arguments = pipe.recv()
+            torch.manual_seed(0)
+            try:
+                pipe.send(("passed", function(**arguments)))
+            except Skip as skip:
+                pipe.send(("skipped", str(skip)))
+            except Exception as error:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                text = " ".join(str(error).split()) or f"assert {where.line}"
+                pipe.send(("failed", f"{type(error).__name__}: {text} (line {where.lineno} of {where.name})"))
+
+
+class Ranks:
+    """W processes in one gloo group, started at once, reused for any number of checks."""
+
+    def __init__(self, W):
+        self.folder = tempfile.mkdtemp()
+        self.pipes, self.processes = [], []
+        for rank in range(W):
+            ours, theirs = fork_server().Pipe()
+            process = fork_server().Process(target=rank_main, args=(rank, W, self.folder, theirs))
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, arguments, limit_s):
+        """function(**arguments) on every rank -> their results. Raises Skip or CheckFailed.
+
+        After CheckFailed the ranks are dead: some may have been inside a collective.
+        """
+        deadline, answers = time.monotonic() + limit_s, {}
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send((function, arguments))
+        while len(answers) < len(self.pipes):
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
+            ready = multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    self.processes[rank].join()
+                    answers[rank] = ("failed", f"died with exit code {self.processes[rank].exitcode}")
+            if any(kind == "failed" for kind, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + 1)  # the others' view, if they have one
+        for rank in range(len(self.pipes)):
+            answers.setdefault(rank, ("failed", f"no answer within {limit_s} s"))
+        failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(answers.items()) if kind == "failed"]
+        if failures:
+            self.kill()
+            raise CheckFailed("; ".join(failures))
+        if answers[0][0] == "skipped":
+            raise Skip(answers[0][1])
+        return [answers[rank][1] for rank in range(len(self.pipes))]
+
+    def kill(self):
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="run checks whose name contains NAME")
+    parser.add_argument("--full", action="store_true", help="whole cross products instead of sampled rows")
+    parser.add_argument("--list", action="store_true", help="list the checks and what they state")
+    options = parser.parse_args()
+    chosen = [f for name, f in globals().items() if hasattr(f, "sampled")
+              and (not options.names or any(part in name for part in options.names))]
+    if not chosen:
+        parser.error(f"no check has a name with {' or '.join(options.names)}; --list shows them")
+    if options.list:
+        for f in chosen:
+            print(f"{f.__name__:36s} {inspect.getdoc(f).splitlines()[0]}")
+        return 0
+    sys.exit(1 if run_checks(chosen, options.full) else 0)
+
+
+def run_checks(chosen, full):
+    """Run every row of the chosen checks, print the table, return the number of failures."""
+    counts, groups = dict(passed=0, failed=0, skipped=0), {}
+    print(f"{'check':36s} {'W':>2s}  {'compared':58s} {'largest difference':>18s} {'seconds':>8s}")
+    try:
+        for function in chosen:
+            for row in function.full if full else function.sampled:
+                W, arguments, start_s = row["W"], {k: v for k, v in row.items() if k != "W"}, time.monotonic()
+                try:
+                    groups[W] = groups.get(W) or Ranks(W)
+                    results = groups[W].run(function, arguments, function.limit_s)
+                    compared, difference = results[0][0], f"{max(d for _, d in results):.3g}"
+                    outcome = "passed"
+                except Skip as skip:
+                    compared, difference, outcome = f"skipped: {skip}", "-", "skipped"
+                except CheckFailed as failure:
+                    groups.pop(W)
+                    compared, difference, outcome = f"FAILED {arguments or ''}\n    {failure}\n", "-", "failed"
+                counts[outcome] += 1
+                print(f"{function.__name__:36s} {W:2d}  {compared:58s} {difference:>18s} "
+                      f"{time.monotonic() - start_s:8.1f}", flush=True)
+    finally:
+        for ranks in groups.values():
+            ranks.kill()
+    skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
+    print(f"{counts['passed']} passed, {counts['failed']} failed{skipped}")
+    return counts["failed"]
+
+
+# -------------------------------------------------------------------------------------------------
+# what checks share
+
+
+def same_bits(ours, theirs):
+    """Assert that two {name: tensor} agree bit for bit; return 0.0, the largest difference."""
+    assert ours.keys() == theirs.keys(), f"names differ: {ours.keys() ^ theirs.keys()}"
+    for name in ours:
+        if not torch.equal(ours[name], theirs[name]):
+            difference = (ours[name] - theirs[name]).abs().max().item()
+            raise AssertionError(f"{name} differs by up to {difference:.3g}")
+    return 0.0
+
+
+def whole(model):
+    """{name: whole parameter, copied}, under the plain model's names. A collective if sharded."""
+    return {name.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+            for name, p in model.named_parameters()}
+
+
+def small_config(**options):
+    """Options of a run that takes milliseconds a step."""
+    return train.Config(**{**dict(mode="single", max_steps=3, warmup_steps=1, lr=1e-2, min_lr=1e-3,
+                                  global_batch_size=4, micro_batch_size=1), **options})
+
+
+def small_model(**options):
+    return GPT(GPTConfig(**{**dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_kv_head=2,
+                                   n_embd=24), **options}))
+
+
+def small_batches(config, vocab_size=61, block_size=16):
+    tokens = np.random.default_rng(7).integers(0, vocab_size, 2000)
+    return train.Batches(tokens, block_size, config.global_batch_size, config.seed)
+
+
+def here(mode):
+    """The Place of this rank in the running group; mode single stands alone on every rank."""
+    if mode == "single":
+        return train.Place(0, 1, torch.device("cpu"))
+    return train.Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
+class Run:
+    """A training run of train.py's own pieces, a step at a time, on the small model."""
+
+    def __init__(self, config, batches=None):
+        self.config, self.place = config, here(config.mode)
+        self.batches = batches or small_batches(config)
+        self.model = train.wrap(small_model(), config, self.place)
+        self.optimizer = train.make_optimizer(self.model, config)
+        self.scaler = train.make_scaler(config, self.place)
+        self.steps_done = 0
+
+    def step(self):
+        """One step -> (losses, gradient norm, exposed seconds) as train_step returns them."""
+        self.steps_done += 1
+        return train.train_step(self.model, self.optimizer, self.scaler, self.batches,
+                                self.steps_done - 1, self.config, self.place)
+
+
+def same_runs(ours, theirs, steps):
+    """Assert that two configs give the same parameters after every step; return the difference."""
+    a, b = Run(ours), Run(theirs)
+    same_bits(whole(a.model), whole(b.model))
+    before = whole(a.model)
+    for _ in range(steps):
+        a.step(), b.step()
+        same_bits(whole(a.model), whole(b.model))
+    moved = max((whole(a.model)[name] - p).abs().max().item() for name, p in before.items())
+    assert moved > 1e-3, "nothing was trained, so nothing was compared"
+    return 0.0
+
+
+def call_main(argv, folder, environment):
+    """train.main(argv) in this process, as `python train.py` would run it; output goes to files."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
+    os.environ.update(environment)
+    sys.argv = ["train.py", *map(str, argv)]
+    train.main()
+
+
+def run_main(argv, environment={}, limit_s=30):
+    """`python train.py argv` in a fresh process of the fork server -> (exit code, stdout, stderr)."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = fork_server().Process(target=call_main, args=(argv, folder, environment))
+        process.start()
+        process.join(limit_s)
+        assert process.exitcode is not None, f"train.py {argv} ran for more than {limit_s} s"
+        return (process.exitcode, *(pathlib.Path(folder, f).read_text() for f in ("stdout", "stderr")))
+
+
+def torchrun(W, argv, limit_s=50):
+    """`torchrun --nproc_per_node=W train.py argv` on CPU -> (exit code, stdout, stderr)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={W}",
+               str(HERE / "train.py"), *map(str, argv)]
+    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
+    return done.returncode, done.stdout, done.stderr
+
+
+def result_of(stdout):
+    """The RESULT of a run's last line."""
+    last = stdout.strip().splitlines()[-1]
+    assert last.startswith("RESULT "), f"last line is {last!r}"
+    return json.loads(last.removeprefix("RESULT "))
+
+
+# -------------------------------------------------------------------------------------------------
+# the frame, checked by itself
+
+
+def hang():
+    time.sleep(60)
+
+
+def die_on_rank_1():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def fail_on_rank_1():
+    assert dist.get_rank() != 1, "planted"
+
+
+def answer():
+    return "an answer", float(dist.get_rank())
+
+
+@check([dict(W=1)])
+def frame_survives_bad_checks():
+    """A check that hangs, whose rank dies or that fails is named in time; a fresh group goes on."""
+    cases = ((hang, 1, "no answer within 1 s"), (die_on_rank_1, 20, "rank 1: died with exit code -9"),
+             (fail_on_rank_1, 20, "rank 1: AssertionError: planted"))
+    for function, limit_s, expected in cases:
+        ranks, start_s = Ranks(2), time.monotonic()
+        assert ranks.run(answer, {}, 20) == [("an answer", 0.0), ("an answer", 1.0)]
+        try:
+            ranks.run(function, {}, limit_s)
+        except CheckFailed as failure:
+            assert expected in str(failure), failure
+        else:
+            raise AssertionError(f"{function.__name__} passed")
+        assert time.monotonic() - start_s < limit_s + 5
+        assert not any(process.is_alive() for process in ranks.processes)
+    return "hang, kill -9 and a failed assertion in groups of two", 0.0
+
+
+# -------------------------------------------------------------------------------------------------
+# model.py
+
+
+@check([dict(W=1)])
+def model_rotary():
+    """rotate_half([1,2,3,4]) is [-3,-4,1,2], and scores depend on the distance of positions alone."""
+    assert rotate_half(torch.tensor([1, 2, 3, 4])).tolist() == [-3, -4, 1, 2]
+    q, k = torch.randn(2, 1, 1, 1, 8).double()
+    cos, sin = (t.double() for t in model.rotary_tables(32, 8, 10000.0, "cpu"))
+    turned_q, turned_k = (model.apply_rotary(t.expand(1, 1, 32, 8), cos, sin)[0, 0] for t in (q, k))
+    scores = turned_q @ turned_k.T  # (32, 32)
+    worst = max(scores.diagonal(d).std().item() for d in range(-30, 31))
+    assert worst < 1e-6 < scores[:, 0].std()
+    return "q . k along each diagonal of 32 x 32 positions", worst
+
+
+@check([dict(W=1)])
+def model_attention():
+    """The explicit attention equals scaled_dot_product_attention within 1e-5, gradients included."""
+    outputs = []
+    for attention in ("sdpa", "explicit"):
+        gpt = small_model(attention=attention)
+        idx = torch.arange(32).view(2, 16)
+        logits, loss = gpt(idx, idx)
+        loss.backward()
+        outputs.append([logits, *(p.grad for p in gpt.parameters())])
+    difference = max((a - b).abs().max().item() for a, b in zip(*outputs))
+    assert difference < 1e-5
+    return "logits and all gradients, 4 heads over 2 key/value heads", difference
+
+
+@check([dict(W=1)])
+def model_is_causal():
+    """A token never changes the logits of the tokens before it, and does change its own."""
+    gpt, idx = small_model(), torch.randint(61, (1, 16))
+    changed = idx.clone()
+    changed[0, 9] = (idx[0, 9] + 1) % 61
+    a, b = gpt(idx)[0], gpt(changed)[0]
+    assert a.shape == (1, 16, 61) and torch.equal(a[:, :9], b[:, :9])
+    assert (a[:, 9:] - b[:, 9:]).abs().amax(-1).min() > 1e-6
+    return "logits before and from a changed token on", 0.0
+
+
+@check([dict(W=1)])
+def model_presets():
+    """Each preset has the size its name promises, and building it on meta allocates nothing."""
+    sizes = {"gpt2": (124e6, 0.02), "gpt2-medium": (355e6, 0.02), "gpt2-large": (774e6, 0.02),
+             "gpt2-xl": (1558e6, 0.02), "1b": (1e9, 0.1), "7b": (6.7e9, 0.05)}
+    before, worst = train.peak_mem_bytes(torch.device("cpu")), 0.0
+    for name, (expected, tolerance) in sizes.items():
+        with torch.device("meta"):
+            n = sum(p.numel() for p in GPT(GPTConfig(vocab_size=50257, **PRESETS[name])).parameters())
+        worst = max(worst, abs(n / expected - 1))
+        assert abs(n / expected - 1) < tolerance, f"{name} has {n:,} parameters, not {expected:,.0f}"
+    assert train.peak_mem_bytes(torch.device("cpu")) - before < 50e6
+    return "parameters at vocabulary 50257, relative", worst
+
+
+@check([dict(W=1)])
+def model_init_by_name():
+    """Weights come from (seed, name): neither meta, nor the random state, nor depth changes them."""
+    gpt = small_model()
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        late = small_model()
+    assert all(p.is_meta for p in late.parameters())
+    late.to_empty(device="cpu").init_weights()
+    assert late.lm_head.weight is late.wte.weight
+    same_bits(whole(gpt), whole(late))
+    # of a deeper model the common matrices are the same up to the depth's factor on residual ones
+    deeper = whole(small_model(n_layer=3))
+    same_bits({n: p for n, p in whole(gpt).items() if "proj" not in n and "down" not in n},
+              {n: deeper[n] for n in whole(gpt) if "proj" not in n and "down" not in n})
+    other = whole(small_model(seed=1))
+    assert not any(torch.equal(p, other[n]) for n, p in whole(gpt).items() if p.dim() > 1)
+    assert not torch.equal(gpt.blocks[0].attn.qkv.weight, gpt.blocks[1].attn.qkv.weight)
+    return "all weights: whole, by way of meta, deeper, another seed", 0.0
+
+
+@check([dict(W=1)])
+def model_activation_checkpointing():
+    """Recomputing blocks in the backward changes no bit of loss or gradients, and does recompute."""
+    outputs, forwards = [], []
+    for on in (False, True):
+        gpt, calls = small_model(activation_checkpointing=on), []
+        gpt.blocks[0].attn.register_forward_hook(lambda *_: calls.append(1))
+        idx = torch.arange(32).view(2, 16)
+        loss = gpt(idx, idx)[1]
+        loss.backward()
+        outputs.append({"loss": loss.detach(), **{n: p.grad for n, p in gpt.named_parameters()}})
+        forwards.append(len(calls))
+    assert forwards == [1, 2]
+    return "loss and all gradients with and without", same_bits(*outputs)
+
+
+@check([dict(W=1)], limit_s=120)
+def model_compile():
+    """torch.compile per block keeps names and changes loss and gradients by rounding only."""
+    if not shutil.which("c++") and not shutil.which("g++") and not shutil.which("clang++"):
+        raise Skip("torch.compile on CPU needs a C++ compiler")
+    outputs = []
+    for on in (False, True):
+        gpt = small_model(n_layer=1)
+        if on:
+            gpt.compile_blocks()
+        idx = torch.arange(32).view(2, 16)
+        loss = gpt(idx, idx)[1]
+        loss.backward()
+        outputs.append({"loss": loss.detach(), **{n: p.grad for n, p in gpt.named_parameters()}})
+    assert outputs[0].keys() == outputs[1].keys()
+    difference = max((a - b).abs().max().item() for a, b in zip(*map(dict.values, outputs)))
+    assert difference < 1e-5
+    return "loss and all gradients with and without", difference
+
+
+@check([dict(W=1)])
+def model_generate():
+    """generate continues the prompt, past block_size too, by its generator; temperature 0 is argmax."""
+    gpt, prompt = small_model(), torch.tensor([[5, 6, 7]])
+    texts = [gpt.generate(prompt, 30, top_k=5, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert texts[0].shape == (1, 33) and torch.equal(texts[0][:, :3], prompt)
+    assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
+    greedy = gpt.generate(prompt, 1, temperature=0)[0, -1]
+    assert greedy == gpt(prompt)[0][0, -1].argmax()
+    assert all(t in gpt(texts[0][:, i - 16:i])[0][0, -1].topk(5).indices for i, t in
+               enumerate(texts[0][0].tolist()) if i >= 16)
+    return "33 tokens by seed, greedy and top-k choices", 0.0
+
+
+@check([dict(W=1)])
+def model_flops():
+    """FLOPs per token are 6 N + 12 L H Q T; an unknown device has no peak, so its MFU is null."""
+    with torch.device("meta"):
+        gpt = GPT(GPTConfig(vocab_size=50257, **PRESETS["gpt2"]))
+    N = sum(p.numel() for p in gpt.parameters())
+    assert gpt.flops_per_token() == 6 * N + 12 * 12 * 12 * 64 * 1024
+    peaks = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
+             "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12, "NVIDIA GeForce RTX 3090": None}
+    assert {name: peak_flops(name) for name in peaks} == peaks
+    return "gpt2 against PaLM's formula, six device names", 0.0
+
+
+# -------------------------------------------------------------------------------------------------
+# data
+
+
+@check([dict(W=1)])
+def data_order():
+    """No sample twice in an epoch, equal steps, one order for every world size, resume by step."""
+    n, T, m = 1000, 4, 2
+    tokens = np.arange(n * T + 1)
+    batches = train.Batches(tokens, T, global_batch_size=24, seed=3)
+    assert (batches.n_blocks, batches.steps_per_epoch) == (1000, 41)
+    orders = {}
+    for W in (1, 2, 3, 4):
+        seen = []
+        for step in range(41):
+            for a in range(24 // (m * W)):
+                for rank in range(W):
+                    x, y = batches.micro_batch(step, a * W + rank, m)
+                    assert torch.equal(y, x + 1) and x.shape == (m, T)  # the next token, of one block
+                    seen += (x[:, 0] // T).tolist()
+        assert len(set(seen)) == len(seen) == 41 * 24, f"a sample came twice at W={W}"
+        orders[W] = seen
+    assert all(order == orders[1] for order in orders.values())
+    resumed = train.Batches(tokens, T, 24, seed=3)  # as after a restart at step 60 of 41 + 19
+    assert all((resumed.samples(step) == batches.samples(step)).all() for step in (60, 40, 100))
+    assert (batches.samples(0) != batches.samples(41)).any(), "two epochs have one order"
+    assert (batches.samples(0) != train.Batches(tokens, T, 24, seed=4).samples(0)).any()
+    return "984 samples of an epoch at W = 1, 2, 3, 4; steps 40, 60, 100", 0.0
+
+
+@check([dict(W=1)])
+def data_stdlib():
+    """The default corpus is the same text each time; tokens give it back; the cache is used."""
+    text = train.stdlib_text()
+    assert text == train.stdlib_text() and len(text) > 5e6 and "def urlopen(" in text
+    tokenizer = train.load_tokenizer("bytes")
+    assert tokenizer.n_vocab == 257
+    with tempfile.TemporaryDirectory() as folder:
+        sample = "naïve €\n" + train.END_OF_TEXT + text[:10000]
+        with contextlib.redirect_stdout(io.StringIO()) as progress:
+            tokens = train.tokenize(sample, tokenizer, folder, "sample")
+        assert "tokenizing sample" in progress.getvalue()
+        assert tokens.max() == 256 and tokenizer.decode(tokens.tolist()) == sample
+        [cache] = pathlib.Path(folder).glob("*.bin")
+        stamp = cache.stat().st_mtime_ns
+        assert (train.tokenize(sample, tokenizer, folder, "sample") == tokens).all()
+        assert cache.stat().st_mtime_ns == stamp, "tokenized twice"
+        assert len(list(pathlib.Path(folder).iterdir())) == 2, "left-over files"
+    return f"{len(text):,} characters; bytes of a text with accents", 0.0
+
+
+@check([dict(W=1)])
+def data_nanogpt_folder():
+    """A folder with nanoGPT's train.bin and val.bin is read as it is, memory-mapped."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("train", "val"):
+            np.arange(200, dtype=np.uint16).tofile(f"{folder}/{name}.bin")
+        config = train.Config(mode="single", dataset=folder, out_dir=folder)
+        both = train.load_data(config, train.load_tokenizer("bytes"))
+        assert all(isinstance(t, np.memmap) and (t == np.arange(200)).all() for t in both)
+    return "200 tokens in each of two files", 0.0
+
+
+# -------------------------------------------------------------------------------------------------
+# ddp.py
+
+
+class Branches(torch.nn.Module):
+    """A frozen parameter, one that a flag leaves unused, one that is never used, and a tied one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer, self.sometimes, self.never = (torch.nn.Linear(5, 5) for _ in range(4))
+        self.outer.weight = self.inner.weight
+        self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
+
+    def forward(self, x, flag):
+        x = self.frozen(self.outer(self.inner(x)))
+        return self.sometimes(x) if flag else x
+
+
+@check([dict(W=W) for W in (1, 2, 3, 4)])
+def naive_any_module():
+    """average_gradients gives the mean in rank order: frozen, tied, unused here or everywhere."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    per_rank = []
+    for r in range(W):  # every rank computes all ranks' gradients, which is the reference
+        torch.manual_seed(0)
+        module = Branches()
+        torch.manual_seed(r + 1)
+        module(torch.randn(3, 5), flag=r == 0).sum().backward()
+        per_rank.append({n: p.grad for n, p in module.named_parameters() if p.requires_grad})
+        if r == rank:
+            mine = module
+    expected = {}
+    for name, first in per_rank[0].items():
+        if first is not None:
+            expected[name] = first * (1 / W)
+            for other in per_rank[1:]:
+                expected[name] = expected[name] + (0 if other[name] is None else other[name] * (1 / W))
+    average_gradients(mine)
+    assert mine.never.weight.grad is None and mine.frozen.weight.grad is None
+    ours = {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
+    return f"{len(ours)} gradients against the sum by hand", same_bits(ours, expected)
+
+
+@check([dict(W=W) for W in (2, 3, 4)])
+def naive_sums_in_rank_order():
+    """An element's sum depends on its contributions alone, not on its place in the tensor."""
+    W = dist.get_world_size()
+    contributions = [torch.randn(50, generator=torch.Generator().manual_seed(r)) for r in range(W)]
+    by_hand = contributions[0].clone()
+    for c in contributions[1:]:
+        by_hand += c
+    for repeat in (1, 3, 17):
+        total = sum_in_rank_order(contributions[dist.get_rank()].repeat(repeat))
+        same_bits({"sum": total}, {"sum": by_hand.repeat(repeat)})
+    backwards = contributions[-1].clone()
+    for c in contributions[-2::-1]:
+        backwards += c
+    assert W == 2 or not torch.equal(by_hand, backwards), "the order made no difference, so no test"
+    return "50 elements at 1, 3 and 17 places", 0.0
+
+
+@check([dict(W=W) for W in (1, 2, 3)])
+def clipping_over_shards():
+    """Clipping shards gives the whole tensors' norm on every rank, and the bits of clipping wholes."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    wholes = [torch.randn(n) for n in (1, 2, 7, 1000)]  # 1 and 2 elements: some ranks hold none
+    shards = [t.clone().tensor_split(W)[rank] for t in wholes]
+    parameters = [torch.nn.Parameter(t.clone()) for t in wholes]
+    for p in parameters:
+        p.grad = p.detach().clone()
+    by_torch = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    norm, norm_of_shards = clip_gradients_(wholes, 1.0), clip_gradients_(shards, 1.0, dist.group.WORLD)
+    assert abs(norm - norm_of_shards) < 1e-12 * norm and abs(norm - by_torch) < 1e-5 * norm
+    for t, shard, p in zip(wholes, shards, parameters):
+        same_bits({"clipped": t.tensor_split(W)[rank]}, {"clipped": shard})
+        assert torch.allclose(t, p.grad, rtol=1e-6, atol=0)
+    before = [t.clone() for t in wholes]
+    assert abs(clip_gradients_(wholes, math.inf) - 1) < 1e-5 and abs(total_norm(wholes) - 1) < 1e-5
+    same_bits(dict(enumerate(before)), dict(enumerate(wholes)))  # below the limit nothing moves
+    return "4 tensors of 1 to 1000 elements, torch's function too", 0.0
+
+
+# -------------------------------------------------------------------------------------------------
+# train.py: the step
+
+
+@check([dict(W=2, mode="torch-ddp", accumulation=2, clip=0.1), dict(W=2, mode="torch-fsdp", accumulation=1, clip=0.1),
+        dict(W=1, mode="torch-ddp", accumulation=2, clip=0), dict(W=1, mode="torch-fsdp", accumulation=2, clip=0.1)],
+       full=grid(W=(1, 2), mode=("torch-ddp", "torch-fsdp"), accumulation=(1, 2, 4), clip=(0, 0.1)))
+def naive_is_torch(mode, accumulation, clip):
+    """naive gives the bits of torch DDP and of FSDP2 at W = 2: every parameter, every step."""
+    W = dist.get_world_size()
+    naive = small_config(mode="naive", global_batch_size=W * accumulation, grad_clip=clip)
+    return f"{mode}, {accumulation} micro-steps, clip {clip}, 4 steps", same_runs(naive, replace(naive, mode=mode), 4)
+
+
+@check([dict(W=W) for W in (1, 2, 4)])
+def naive_is_one_process():
+    """W ranks give the bits of one process that accumulates the same W micro batches."""
+    W = dist.get_world_size()
+    naive = small_config(mode="naive", global_batch_size=W, grad_clip=0.1)
+    return f"single, {W} micro-steps, clip 0.1, 4 steps", same_runs(naive, replace(naive, mode="single"), 4)
+
+
+@check([dict(W=2, dtype="bf16", mode="torch-ddp"), dict(W=2, dtype="fp16", mode="torch-fsdp")],
+       full=grid(W=(2,), dtype=("bf16", "fp16"), mode=("torch-ddp", "torch-fsdp", "single")))
+def naive_is_torch_under_autocast(dtype, mode):
+    """Under autocast, with the gradient scaler for fp16, naive still gives the bits of torch."""
+    naive = small_config(mode="naive", global_batch_size=2, dtype=dtype)
+    return f"{mode}, {dtype}, 4 steps", same_runs(naive, replace(naive, mode=mode), 4)
+
+
+@check([dict(W=2, mode="naive"), dict(W=2, mode="torch-fsdp")],
+       full=grid(W=(2,), mode=("naive", "torch-ddp", "torch-fsdp")))
+def fp16_inf_on_one_rank(mode):
+    """An inf in one rank's gradient alone makes every rank skip the step and halve the loss scale."""
+    run = Run(small_config(mode=mode, dtype="fp16", global_batch_size=2))
+    finish_gradients = train.finish_gradients
+
+    def poisoned(model, config, place):
+        exposed_s = finish_gradients(model, config, place)
+        if dist.get_rank() == 1:
+            train.local(next(model.parameters()).grad).view(-1)[0] = math.inf
+        return exposed_s
+
+    before, scale = whole(run.model), run.scaler.get_scale()
+    with mock.patch.object(train, "finish_gradients", poisoned):
+        run.step()
+    same_bits(whole(run.model), before)
+    assert run.scaler.get_scale() == scale / 2
+    run.step()
+    assert not torch.equal(whole(run.model)["wte.weight"], before["wte.weight"]), "the next step did nothing"
+    assert run.scaler.get_scale() == scale / 2
+    return f"{mode}: parameters and scale after the step", 0.0
+
+
+@check([dict(W=1, dtype="bf16"), dict(W=1, dtype="fp16")])
+def amp_is_stable(dtype):
+    """After 50 steps, bf16 stays within 0.05 nats of fp32's loss and fp16 within 0.01, no skipped step."""
+    random, tokens = np.random.default_rng(0), [0]
+    for surprise in random.random(20000) < 0.1:  # 9 of 10 tokens follow from the one before
+        tokens.append(random.integers(61) if surprise else (5 * tokens[-1] + 1) % 61)
+    losses = {}
+    for kind in ("fp32", dtype):
+        config = small_config(dtype=kind, max_steps=50)
+        run = Run(config, train.Batches(np.array(tokens), 16, config.global_batch_size, config.seed))
+        history = [run.step()[0].mean().item() for _ in range(50)]
+        losses[kind] = np.mean(history[-10:])
+        assert np.isfinite(history).all() and losses[kind] < history[0] - 0.5, "it does not learn"
+        assert run.scaler.get_scale() in (1.0, 65536.0), "a step was skipped"
+    difference = abs(losses[dtype] - losses["fp32"])
+    assert difference < {"bf16": 0.05, "fp16": 0.01}[dtype]
+    return f"{dtype} against fp32, mean loss of the last 10 steps", difference
+
+
+@check([dict(W=W) for W in (1, 2, 4)])
+def losses_are_global_means():
+    """Logged losses are those of one process on the same data: training, validation, bit for bit."""
+    W = dist.get_world_size()
+    naive = small_config(mode="naive", global_batch_size=2 * W, eval_steps=5)
+    a, b = Run(naive), Run(replace(naive, mode="single"))
+    ours, theirs = (r.place.sum_over_ranks(r.step()[0]) for r in (a, b))
+    same_bits({"losses": ours}, {"losses": theirs})
+    assert len(set(ours.tolist())) == 2 * W, "micro batches repeat"
+    b.model.load_state_dict(a.model.state_dict())
+    val = train.Batches(a.batches.tokens, 16, 2, seed=0)
+    ours, theirs = (train.evaluate(r.model, val, r.config, r.place) for r in (a, b))
+    assert ours == theirs and a.model.training
+    return f"{2 * W} training losses, mean of 5 validation batches", abs(ours - theirs)
+
+
+@check([dict(W=1)])
+def schedule_and_decay():
+    """Linear warm-up, cosine to min_lr; weight decay on tensors of two or more dimensions only."""
+    config = train.Config(lr=1.0, min_lr=0.1, warmup_steps=4, max_steps=14)
+    expected = {0: 0.2, 1: 0.4, 3: 0.8, 4: 1.0, 9: 0.55, 14: 0.1}
+    worst = max(abs(train.lr_at(step, config) - lr) for step, lr in expected.items())
+    assert worst < 1e-12
+    assert train.lr_at(0, replace(config, warmup_steps=0)) == 1.0
+    gpt = small_model()
+    decayed, rest = train.make_optimizer(gpt, config).param_groups
+    assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0) and not decayed["fused"]
+    assert {id(p) for p in rest["params"]} == {id(p) for n, p in gpt.named_parameters() if "norm" in n}
+    assert len(decayed["params"]) + len(rest["params"]) == len(list(gpt.parameters()))
+    return "learning rate of six steps, parameter groups", worst
+
+
+# -------------------------------------------------------------------------------------------------
+# train.py: the command line
+
+TINY = ("--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", 16, "--micro_batch_size", 1,
+        "--global_batch_size", 2, "--max_steps", 3, "--warmup_steps", 1, "--eval_steps", 3,
+        "--eval_interval", 2, "--sample_tokens", 8, "--dataset", str(HERE / "model.py"))
+
+
+@check([dict(W=1)], limit_s=120)
+def bad_input_is_one_line():
+    """Every mistake gives exit status 2, one line on stderr that names it, and no traceback."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = pathlib.Path(folder)
+        (data / "empty.txt").touch()
+        (data / "short.txt").write_text("too short\n")
+        (data / "latin1.txt").write_bytes(b"caf\xe9" * 1000)
+        (data / "file").touch()
+        for name, tokens, tail in (("odd", 300, b"x"), ("beyond", 300, b""), ("none", 0, b"")):
+            (data / name).mkdir()
+            for part in ("train.bin", "val.bin"):
+                (data / name / part).write_bytes(np.arange(tokens, dtype=np.uint16).tobytes() + tail)
+        offline = dict(TIKTOKEN_CACHE_DIR=f"{folder}/cache", HTTPS_PROXY="http://127.0.0.1:9")
+        cases = [
+            ("--no_such_flag 1", "no_such_flag"), ("--lr fast", "--lr"), ("--max_steps 1.5", "--max_steps"),
+            ("--mode zero9", "--mode zero9"), ("--mode zero3", "not there yet"), ("--dtype fp8", "--dtype fp8"),
+            ("--model gpt5", "--model gpt5"), ("--max_steps 0", "--max_steps 0"), ("--lr nan", "--lr nan"),
+            ("--lr -1", "--lr -1"), ("--beta2 1", "--beta2 1"), ("--min_lr 1", "--min_lr 1"),
+            ("--global_batch_size 6", "global_batch_size 6"), ("--n_head 3", "n_head 3"),
+            ("--n_kv_head 3", "n_kv_head 3"), ("--tokenizer gpt9", "--tokenizer gpt9"),
+            ("--tokenizer gpt2", "TIKTOKEN_CACHE_DIR"), (f"--dataset {data}/missing.txt", "missing.txt"),
+            (f"--dataset {data}/empty.txt", "empty"), (f"--dataset {data}/short.txt", "fewer than one block"),
+            (f"--dataset {data}/latin1.txt", "not UTF-8"), (f"--dataset {data}/none", "has 0 bytes"),
+            (f"--dataset {data}/odd", "has 601 bytes"), (f"--dataset {data}/beyond", "token 299"),
+            (f"--dataset {data}", "no train.bin"), (f"--out_dir {data}/file", f"{data}/file"),
+            (f"--dataset {HERE}/model.py --block_size 1024 --global_batch_size 64", "--global_batch_size 64"),
+        ]
+        for flags, expected in cases:
+            argv = ["--out_dir", f"{folder}/out", *flags.split()]
+            code, stdout, stderr = run_main(argv, offline)
+            assert code == 2 and len(stderr.splitlines()) == 1 and stderr.startswith("train.py: "), \
+                f"train.py {flags}: exit {code}, stderr {stderr!r}"
+            assert expected in stderr, f"train.py {flags}: {expected!r} is not in {stderr!r}"
+    return f"{len(cases)} command lines", 0.0
+
+
+@check([dict(W=1)])
+def bad_input_under_torchrun():
+    """Under torchrun every rank exits with 2, rank 0 alone speaks, and torchrun exits with 1."""
+    for flags, expected in ((["--mode", "naive", "--lr", "-1"], "--lr -1"), (["--mode", "single"], "--mode single")):
+        code, _, stderr = torchrun(2, flags)
+        lines = [line for line in stderr.splitlines() if line.startswith("train.py: ")]
+        assert code == 1 and len(lines) == 1 and expected in lines[0], stderr
+        exits = re.findall(r"exitcode +: (\S+)", stderr)
+        assert exits == ["2", "2"], stderr
+    return "a bad value and mode single at world size 2", 0.0
+
+
+@check([dict(W=1)], limit_s=120)
+def command_line_ends_on_same_bits():
+    """single, naive, torch-ddp and torch-fsdp end on one param_sha256; output is as promised."""
+    with tempfile.TemporaryDirectory() as folder:
+        results, texts = [], []
+        for W, mode in ((1, "single"), (1, "naive"), (2, "naive"), (2, "torch-ddp"), (2, "torch-fsdp")):
+            argv = ["--mode", mode, "--out_dir", f"{folder}/{mode}{W}", *TINY]
+            code, stdout, stderr = torchrun(W, argv) if W > 1 else run_main(argv)
+            assert code == 0 and not stderr.replace("*", "").strip(), f"{mode}: exit {code}, {stderr}"
+            lines = [json.loads(line) for line in open(f"{folder}/{mode}{W}/metrics.jsonl")]
+            assert [line["step"] for line in lines] == [1, 2, 3]
+            assert ["val_loss" in line for line in lines] == [False, True, True]
+            wanted = set("step loss lr grad_norm param_norm tokens_per_sec step_ms comm_exposed_ms mfu mem_bytes".split())
+            assert all(set(line) - {"val_loss"} == wanted for line in lines), lines[0].keys()
+            results.append(result_of(stdout))
+            assert (results[-1]["mode"], results[-1]["world_size"], results[-1]["steps"]) == (mode, W, 3)
+            assert results[-1]["train_loss"] == lines[-1]["loss"] and results[-1]["threads"] == 1
+            texts.append(stdout[stdout.index("val loss", stdout.rindex("step     3")):stdout.index("RESULT")])
+        for key in ("param_sha256", "train_loss"):
+            assert len({result[key] for result in results}) == 1, [(r["mode"], r[key]) for r in results]
+        assert len(set(texts)) == 1, "validation loss or sample text differ"
+    return "hash, losses, sample and metrics of five runs", 0.0
+
+
+@check([dict(W=1)])
+def ctrl_c_gives_one_line():
+    """Ctrl-C ends a run after its step, with one line and exit status 130."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(HERE / "train.py"), *map(str, TINY), "--out_dir", folder, "--max_steps", "9999999"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while "step" not in (line := process.stdout.readline()) or "parameters" in line:
+            assert line, process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130 and re.fullmatch(r"train\.py: stopped by Ctrl-C after step \d+\n", stderr), stderr
+    return "exit status and stderr", 0.0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
