@@ -10,10 +10,10 @@ Python and a C++ reducer: after the backward, one collective per parameter,
     optimizer.step()
 
 How it differs: nothing overlaps and nothing is bucketed, so the training thread waits for all of
-the communication. In return it can be read at a glance and its result is exact to define: the W
-contributions to an element are added in rank order, ((g0 + g1) + g2) + ..., whatever the parameter's
-size or place. A ring all-reduce adds in an order that depends on the position in the buffer, so that
-at W >= 3 it gives other bits for another layout. Faster schemes are checked against this one.
+the communication. In return it can be read at a glance, and its result is exact to define: the W
+contributions to an element are added in rank order, ((g0 + g1) + g2) + ..., whatever the size or
+place of the parameter. A ring all-reduce adds in an order that depends on the position in the
+buffer, so that at W >= 3 another layout gives other bits. Faster schemes are checked against this.
 
 Cost per step: 4 Psi bytes of gradients sent to each of the W - 1 others (a ring sends 2/W of that),
 W copies of the largest gradient in memory, one small collective more for the flags.
@@ -41,14 +41,14 @@ def average_gradients(module, process_group=None):
     for p, used_somewhere in zip(parameters, used.tolist()):
         if not used_somewhere:
             continue
-        # Scaled before the sum, which would overflow in fp16; times 1/W as in torch's reducer, since
-        # a division gives other bits at W = 3.
+        # Scaled before the sum, which would overflow in fp16; times 1/W as in torch's reducer,
+        # since a division gives other bits at W = 3.
         grad = torch.zeros_like(p) if p.grad is None else p.grad * (1 / W)
         p.grad = sum_in_rank_order(grad, process_group)
 
 
 def sum_in_rank_order(tensor, process_group=None):
-    """The sum of tensor over ranks, contributions added in rank order: the same bits on every rank."""
+    """The sum of tensor over ranks, added in rank order: the same bits on every rank."""
     tensor = tensor.contiguous()
     contributions = [torch.empty_like(tensor) for _ in range(dist.get_world_size(process_group))]
     dist.all_gather(contributions, tensor, group=process_group)
@@ -59,10 +59,10 @@ def sum_in_rank_order(tensor, process_group=None):
 
 
 def total_norm(tensors, process_group=None):
-    """2-norm of all tensors together, a float64 scalar, whether each rank holds them whole or in parts.
+    """2-norm of all tensors together, a float64 scalar, the same on every rank.
 
-    process_group: the ranks over which the tensors are sharded; None where each rank holds them whole.
-    In float64, so that the grouping into shards does not show in the fp32 result.
+    process_group: the ranks over which the tensors are sharded; None where each rank holds them
+    whole. In float64, so that the grouping into shards does not show in what is rounded to fp32.
     """
     squares = [torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in tensors]
     device = tensors[0].device if tensors else "cpu"
@@ -73,9 +73,9 @@ def total_norm(tensors, process_group=None):
 
 
 def clip_gradients_(gradients, max_norm, process_group=None):
-    """Scale gradients in place so that their total norm is at most max_norm; return the norm before.
+    """Scale gradients in place to a total norm of at most max_norm; return the norm before.
 
-    The one clipping function of all modes. Arguments as in `total_norm`; max_norm inf only measures.
+    The one clipping function of all modes. Group as in `total_norm`; max_norm inf only measures.
     """
     norm = total_norm(gradients, process_group)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # rounded to fp32 once

@@ -11,11 +11,11 @@ position table, no buffers: parameters are the only state, so sharding them shar
 
 How it differs from its models:
 - Every tensor is initialised from (seed, its own name), never from the global random state. Which
-  rank builds it, in which order, and whether it was built on the meta device first, changes nothing.
-- q, k and v are one matrix, and so are the gate and the up projection: two launches fewer per block.
-  The halves are laid out as in the Llama family (rotate_half, not interleaved), so that weights of
-  that family fit after a concatenation of rows.
-- Nothing in here knows about ranks. Blocks are the elements of one ModuleList; wrappers hang on that.
+  rank builds it, in which order, and whether the meta device came first, changes nothing.
+- q, k and v are one matrix, and so are the gate and up projections: three launches fewer a block.
+  Rotary halves are laid out as in the Llama family (rotate_half, not interleaved), so that weights
+  of that family fit after a concatenation of rows.
+- Nothing in here knows about ranks. Wrappers only need that blocks sit in one ModuleList.
 
 Cost: Psi parameters take 4 Psi bytes in fp32; a training step needs about 6 Psi FLOPs a token plus
 attention, see `GPT.flops_per_token`.
@@ -40,7 +40,7 @@ class GPTConfig:
     n_embd: int = 768                  # C; the head size hs is C / H
     n_kv_head: int | None = None       # key and value heads, a divisor of n_head; None: n_head
     n_hidden: int | None = None        # width inside the MLP; None: 8/3 C, up to a multiple of 32
-    rope_theta: float = 10000.0        # rotary base: the longest wavelength is about 2 pi rope_theta
+    rope_theta: float = 10000.0        # rotary base: the longest wavelength is near 2 pi rope_theta
     norm_eps: float = 1e-5
     attention: str = "sdpa"            # "sdpa": torch's fused kernel; "explicit": the formula
     activation_checkpointing: bool = False  # recompute each block in the backward
@@ -52,11 +52,11 @@ class GPTConfig:
         # 8/3 C: three matrices of this width cost as much as the two of width 4 C they replace
         # (Shazeer, arXiv 2002.05202, section 3).
         self.n_hidden = self.n_hidden or 32 * math.ceil(8 * self.n_embd / 3 / 32)
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "n_kv_head", "n_hidden"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
-        if self.n_embd % self.n_head or self.n_embd // self.n_head % 2:
-            raise ValueError(f"n_embd {self.n_embd} over n_head {self.n_head} must be a whole, even head size")
+        for name, value in vars(self).items():
+            if type(value) is int and name != "seed" and value < 1:
+                raise ValueError(f"{name} is {value}, must be at least 1")
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(f"n_embd {self.n_embd} over n_head {self.n_head}: no even head size")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}")
         if self.attention not in ("sdpa", "explicit"):
@@ -87,14 +87,15 @@ def rotary_tables(T, hs, theta, device):
     Recomputed in every forward: T x hs numbers cost nothing beside a block, and a stored table
     would be a buffer to materialise, broadcast and cast in every wrapper.
     """
-    frequency = theta ** (-torch.arange(0, hs, 2, device=device, dtype=torch.float32) / hs)  # (hs/2,)
-    angle = torch.outer(torch.arange(T, device=device, dtype=torch.float32), frequency)  # (T, hs/2)
+    even = torch.arange(0, hs, 2, device=device, dtype=torch.float32)
+    position = torch.arange(T, device=device, dtype=torch.float32)
+    angle = torch.outer(position, theta ** (-even / hs))  # (T, hs/2)
     angle = torch.cat((angle, angle), dim=-1)  # (T, hs): both halves turn by the same angles
     return angle.cos(), angle.sin()
 
 
 def apply_rotary(x, cos, sin):
-    """x (B, nh, T, hs) turned by its position. Stays in x's dtype: autocast must not widen q and k."""
+    """x (B, nh, T, hs) turned by its position; in x's dtype, since autocast must not widen q, k."""
     return x * cos.to(x.dtype) + rotate_half(x) * sin.to(x.dtype)
 
 
@@ -104,26 +105,28 @@ def explicit_attention(q, k, v):
     What scaled_dot_product_attention computes without ever writing the (T, T) scores to memory.
     """
     T = q.size(-2)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B,nh,T,hs) x (B,nh,hs,T) -> (B,nh,T,T)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, nh, T, T)
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(future, float("-inf")).softmax(dim=-1) @ v  # (B, nh, T, hs)
 
 
 class Attention(nn.Module):
-    """Causal self-attention, n_head query heads over n_kv_head shared key/value heads (arXiv 2305.13245)."""
+    """Causal self-attention; n_kv_head key/value heads serve n_head query heads (2305.13245)."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.hs = config.n_embd // config.n_head
-        self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * self.hs, bias=False)
+        n_rows = (config.n_head + 2 * config.n_kv_head) * self.hs
+        self.qkv = nn.Linear(config.n_embd, n_rows, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin):
         B, T, C = x.size()  # batch size, sequence length, embedding width
         nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.hs
-        q, k, v = self.qkv(x).view(B, T, nh + 2 * nkv, hs).transpose(1, 2).split((nh, nkv, nkv), dim=1)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)  # (B, nh, T, hs), (B, nkv, T, hs)
+        qkv = self.qkv(x).view(B, T, nh + 2 * nkv, hs).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
+        q, k, v = qkv.split((nh, nkv, nkv), dim=1)
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if nkv < nh:  # each key/value head serves nh / nkv query heads in a row
             k, v = (t.repeat_interleave(nh // nkv, dim=1) for t in (k, v))  # (B, nh, T, hs)
         if self.config.attention == "sdpa":
@@ -180,19 +183,20 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Set every parameter that is not on the meta device, each drawn from (config.seed, its name).
+        """Set every parameter that is not on meta, each drawn from (config.seed, its name).
 
-        | tensor                              | distribution                       |
-        |-------------------------------------|------------------------------------|
-        | `*.proj.weight`, `*.down.weight`    | N(0, (0.02 / sqrt(2 n_layer))^2)   |
-        | every other matrix                  | N(0, 0.02^2)                       |
-        | norm weights                        | 1                                  |
+        | tensor                                  | distribution                        |
+        |-----------------------------------------|-------------------------------------|
+        | matrix (out, in), also the embedding    | N(0, 1 / (3 in))                    |
+        | `*.proj.weight`, `*.down.weight`        | N(0, 1 / (3 in) / (2 n_layer))      |
+        | norm weight                             | 1                                   |
 
-        The smaller deviation keeps the residual stream's variance independent of depth (GPT-2
-        paper, section 2.3). Numbers are drawn on the CPU, so that every device starts from the same
-        bits: about 10 ns each, which is a minute for 7B.
+        1 / (3 in) is the variance of torch's own Linear and, at width 768, GPT-2's 0.02 squared. The
+        factor on what is added to the residual stream keeps its variance independent of depth
+        (GPT-2 paper, section 2.3). Numbers are drawn on the CPU, so that every device starts from
+        the same bits: about 10 ns each, which is a minute for 7B.
         """
-        self.lm_head.weight = self.wte.weight  # tied; here, since to_empty() makes one tensor per use
+        self.lm_head.weight = self.wte.weight  # tied; here, since to_empty() unties
         for name, p in self.named_parameters():
             if p.is_meta:
                 continue
@@ -201,8 +205,10 @@ class GPT(nn.Module):
                 continue
             key = hashlib.sha256(f"{self.config.seed} {name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little"))
-            residual = name.endswith(("proj.weight", "down.weight"))
-            std = 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02
+            variance = 1 / (3 * p.size(1))
+            if name.endswith(("proj.weight", "down.weight")):
+                variance /= 2 * self.config.n_layer
+            std = math.sqrt(variance)
             p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
 
     def forward(self, idx, targets=None):
@@ -225,9 +231,9 @@ class GPT(nn.Module):
         logits = self.lm_head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits, None
-        # fp32: a sum of V exponentials in bf16 loses the small ones.
-        loss = F.cross_entropy(logits.float().view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
-        return logits, loss
+        # In fp32: a sum of V exponentials in bf16 loses the small ones.
+        flat = logits.float().flatten(0, 1)  # (B T, V)
+        return logits, F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -250,14 +256,14 @@ class GPT(nn.Module):
         return idx
 
     def compile_blocks(self):
-        """torch.compile each block by itself: L small graphs, hooks between them, names unchanged."""
+        """torch.compile each block by itself: small graphs, hooks between them, names unchanged."""
         for block in self.blocks:
             block.forward = torch.compile(block.forward)
 
     def flops_per_token(self):
-        """Training FLOPs per token: 6 N + 12 L H Q T, PaLM's letters (arXiv 2204.02311, appendix B).
+        """Training FLOPs per token, 6 N + 12 L H Q T: PaLM, arXiv 2204.02311, appendix B.
 
-        N counts the shared embedding once, since its matrix multiplication happens once, in the head.
+        N counts the shared embedding once: only its use as the head is a matrix multiplication.
         """
         N = sum(p.numel() for p in self.parameters())
         L, H, T = self.config.n_layer, self.config.n_head, self.config.block_size
@@ -277,5 +283,5 @@ PEAK_FLOPS = (
 
 
 def peak_flops(device_name):
-    """Peak bf16 FLOP/s of a device by `torch.cuda.get_device_name()`; None where it is not known."""
+    """Peak bf16 FLOP/s of a device by `torch.cuda.get_device_name()`; None where not known."""
     return next((flops for name, flops in PEAK_FLOPS if name in device_name), None)

@@ -246,28 +246,28 @@ def small_batches(config, vocab_size=61, block_size=16):
 
 
 def here(mode):
-    """The Place of this rank in the running group; mode single stands alone on every rank."""
+    """The Worker of this rank in the running group; mode single stands alone on every rank."""
     if mode == "single":
-        return train.Place(0, 1, torch.device("cpu"))
-    return train.Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+        return train.Worker(0, 1, torch.device("cpu"))
+    return train.Worker(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
 
 
 class Run:
     """A training run of train.py's own pieces, a step at a time, on the small model."""
 
     def __init__(self, config, batches=None):
-        self.config, self.place = config, here(config.mode)
+        self.config, self.worker = config, here(config.mode)
         self.batches = batches or small_batches(config)
-        self.model = train.wrap(small_model(), config, self.place)
+        self.model = train.wrap(small_model(), config, self.worker)
         self.optimizer = train.make_optimizer(self.model, config)
-        self.scaler = train.make_scaler(config, self.place)
+        self.scaler = train.make_scaler(config, self.worker)
         self.steps_done = 0
 
     def step(self):
         """One step -> (losses, gradient norm, exposed seconds) as train_step returns them."""
         self.steps_done += 1
         return train.train_step(self.model, self.optimizer, self.scaler, self.batches,
-                                self.steps_done - 1, self.config, self.place)
+                                self.steps_done - 1, self.config, self.worker)
 
 
 def same_runs(ours, theirs, steps):
@@ -289,7 +289,7 @@ def call_main(argv, folder, environment):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
     os.environ.update(environment)
     sys.argv = ["train.py", *map(str, argv)]
-    train.main()
+    sys.exit(train.main())
 
 
 def run_main(argv, environment={}, limit_s=30):
@@ -408,13 +408,13 @@ def model_presets():
     """Each preset has the size its name promises, and building it on meta allocates nothing."""
     sizes = {"gpt2": (124e6, 0.02), "gpt2-medium": (355e6, 0.02), "gpt2-large": (774e6, 0.02),
              "gpt2-xl": (1558e6, 0.02), "1b": (1e9, 0.1), "7b": (6.7e9, 0.05)}
-    before, worst = train.peak_mem_bytes(torch.device("cpu")), 0.0
+    before, worst = here("single").peak_mem_bytes(), 0.0
     for name, (expected, tolerance) in sizes.items():
         with torch.device("meta"):
             n = sum(p.numel() for p in GPT(GPTConfig(vocab_size=50257, **PRESETS[name])).parameters())
         worst = max(worst, abs(n / expected - 1))
         assert abs(n / expected - 1) < tolerance, f"{name} has {n:,} parameters, not {expected:,.0f}"
-    assert train.peak_mem_bytes(torch.device("cpu")) - before < 50e6
+    assert here("single").peak_mem_bytes() - before < 50e6
     return "parameters at vocabulary 50257, relative", worst
 
 
@@ -560,7 +560,7 @@ def data_nanogpt_folder():
         for name in ("train", "val"):
             np.arange(200, dtype=np.uint16).tofile(f"{folder}/{name}.bin")
         config = train.Config(mode="single", dataset=folder, out_dir=folder)
-        both = train.load_data(config, train.load_tokenizer("bytes"))
+        both = train.load_tokens(config, train.load_tokenizer("bytes"))
         assert all(isinstance(t, np.memmap) and (t == np.arange(200)).all() for t in both)
     return "200 tokens in each of two files", 0.0
 
@@ -685,8 +685,8 @@ def fp16_inf_on_one_rank(mode):
     run = Run(small_config(mode=mode, dtype="fp16", global_batch_size=2))
     finish_gradients = train.finish_gradients
 
-    def poisoned(model, config, place):
-        exposed_s = finish_gradients(model, config, place)
+    def poisoned(model, config, worker):
+        exposed_s = finish_gradients(model, config, worker)
         if dist.get_rank() == 1:
             train.local(next(model.parameters()).grad).view(-1)[0] = math.inf
         return exposed_s
@@ -727,12 +727,12 @@ def losses_are_global_means():
     W = dist.get_world_size()
     naive = small_config(mode="naive", global_batch_size=2 * W, eval_steps=5)
     a, b = Run(naive), Run(replace(naive, mode="single"))
-    ours, theirs = (r.place.sum_over_ranks(r.step()[0]) for r in (a, b))
+    ours, theirs = (r.worker.reduce(r.step()[0]) for r in (a, b))
     same_bits({"losses": ours}, {"losses": theirs})
     assert len(set(ours.tolist())) == 2 * W, "micro batches repeat"
     b.model.load_state_dict(a.model.state_dict())
     val = train.Batches(a.batches.tokens, 16, 2, seed=0)
-    ours, theirs = (train.evaluate(r.model, val, r.config, r.place) for r in (a, b))
+    ours, theirs = (train.evaluate(r.model, val, r.config, r.worker) for r in (a, b))
     assert ours == theirs and a.model.training
     return f"{2 * W} training losses, mean of 5 validation batches", abs(ours - theirs)
 
@@ -783,7 +783,7 @@ def bad_input_is_one_line():
             ("--global_batch_size 6", "global_batch_size 6"), ("--n_head 3", "n_head 3"),
             ("--n_kv_head 3", "n_kv_head 3"), ("--tokenizer gpt9", "--tokenizer gpt9"),
             ("--tokenizer gpt2", "TIKTOKEN_CACHE_DIR"), (f"--dataset {data}/missing.txt", "missing.txt"),
-            (f"--dataset {data}/empty.txt", "empty"), (f"--dataset {data}/short.txt", "fewer than one block"),
+            (f"--dataset {data}/empty.txt", "empty"), (f"--dataset {data}/short.txt", "shorter than one block"),
             (f"--dataset {data}/latin1.txt", "not UTF-8"), (f"--dataset {data}/none", "has 0 bytes"),
             (f"--dataset {data}/odd", "has 601 bytes"), (f"--dataset {data}/beyond", "token 299"),
             (f"--dataset {data}", "no train.bin"), (f"--out_dir {data}/file", f"{data}/file"),
