@@ -102,10 +102,14 @@ class Config:
 MODES = ("single", "naive", "torch-ddp", "torch-fsdp")
 LATER_MODES = ("ddp", "zero1", "zero2", "zero3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SMALLEST = dict(  # what a flag must reach, and stay finite
-    max_steps=1, seed=0, threads=1, timeout_s=1, n_layer=1, n_head=1, n_kv_head=1, n_embd=2,
-    block_size=1, global_batch_size=1, micro_batch_size=1, lr=0, min_lr=0, warmup_steps=0,
-    weight_decay=0, beta1=0, beta2=0, grad_clip=0, eval_interval=1, eval_steps=0, sample_tokens=0)
+POSITIVE, NOT_NEGATIVE = (1, math.inf), (0, math.inf)
+RANGES = dict(  # of what a flag may be: from the first number on, below the second
+    max_steps=POSITIVE, seed=(0, 2**63), threads=POSITIVE, timeout_s=(1, 1e6),
+    n_layer=POSITIVE, n_head=POSITIVE, n_kv_head=POSITIVE, n_embd=POSITIVE, block_size=POSITIVE,
+    global_batch_size=POSITIVE, micro_batch_size=POSITIVE, lr=NOT_NEGATIVE, min_lr=NOT_NEGATIVE,
+    warmup_steps=NOT_NEGATIVE, weight_decay=NOT_NEGATIVE, beta1=(0, 1), beta2=(0, 1),
+    grad_clip=NOT_NEGATIVE, eval_interval=POSITIVE, eval_steps=NOT_NEGATIVE,
+    sample_tokens=NOT_NEGATIVE)
 
 
 class UserError(Exception):
@@ -142,12 +146,10 @@ def check(config):
     for name, choices in (("mode", MODES), ("dtype", DTYPES), ("model", PRESETS)):
         if getattr(config, name) not in choices:
             raise UserError(f"--{name} {getattr(config, name)}: choose one of {' '.join(choices)}")
-    for name, smallest in SMALLEST.items():
+    for name, (smallest, bound) in RANGES.items():
         value = getattr(config, name)
-        if value is not None and not smallest <= value < math.inf:
-            raise UserError(f"--{name} {value}: must be a finite number, at least {smallest}")
-    if max(config.beta1, config.beta2) >= 1:
-        raise UserError(f"--beta1 {config.beta1} --beta2 {config.beta2}: both must be below 1")
+        if value is not None and not smallest <= value < bound:  # False for nan
+            raise UserError(f"--{name} {value}: must be at least {smallest} and below {bound}")
     if config.min_lr > config.lr:
         raise UserError(f"--min_lr {config.min_lr} is above --lr {config.lr}")
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -276,14 +278,10 @@ def load_tokens(config, tokenizer):
     path, stdlib = pathlib.Path(config.dataset), config.dataset == "stdlib"
     if not stdlib and not path.exists():
         raise UserError(f"--dataset {path}: no such file or folder")
-    try:
-        os.makedirs(config.out_dir, exist_ok=True)
-        if path.is_dir() and not stdlib:
-            return read_bin(path / "train.bin", tokenizer), read_bin(path / "val.bin", tokenizer)
-        text = stdlib_text() if stdlib else read_text(path)
-        tokens = tokenize(text, tokenizer, config.out_dir, config.dataset)
-    except OSError as error:  # carries the file's name
-        raise UserError(error) from error
+    if path.is_dir() and not stdlib:
+        return read_bin(path / "train.bin", tokenizer), read_bin(path / "val.bin", tokenizer)
+    text = stdlib_text() if stdlib else read_text(path)
+    tokens = tokenize(text, tokenizer, config.out_dir, config.dataset)
     cut = int(0.9 * len(tokens))
     return tokens[:cut], tokens[cut:]
 
@@ -675,7 +673,8 @@ def catch_ctrl_c():
 def train(config, worker):
     """The whole run. Returns the step at which Ctrl-C ended it, or None. Raises UserError."""
     # 1) plain model and data, the same on every rank
-    accumulation_steps(config, worker.world_size)  # refuse before anything takes time
+    accumulation_steps(config, worker.world_size)  # refuses before anything takes time
+    os.makedirs(config.out_dir, exist_ok=True)
     tokenizer = load_tokenizer(config.tokenizer)
     plain = build_model(config, tokenizer)
     batches, val_batches = load_batches(config, tokenizer, plain.config.block_size)
@@ -707,8 +706,8 @@ def train(config, worker):
         step_s = time.perf_counter() - start_s
 
         # evaluate, on all ranks; log, on rank 0
-        last = stop or step + 1 == config.max_steps
-        if val_batches and (last or (step + 1) % config.eval_interval == 0):
+        due = step + 1 == config.max_steps or (step + 1) % config.eval_interval == 0
+        if val_batches and due:
             entry["val_loss"] = evaluate(model, val_batches, config, worker)
         log.step(entry, step_s, exposed_s)
 
@@ -730,7 +729,7 @@ def main():
         check(config)
         stopped_at = train(config, start(config))
         stopped = stopped_at and f"after step {stopped_at}"
-    except UserError as error:
+    except (UserError, OSError) as error:  # an OSError names its file
         status = refuse(error)
     except KeyboardInterrupt:
         stopped = "at once"
