@@ -65,7 +65,7 @@ class GPTConfig:
 
 # Sizes only; the vocabulary comes from the tokenizer. Parameters at V = 50257 beside each.
 PRESETS = {
-    "tiny":        dict(n_layer=4,  n_head=4,  n_embd=256,  block_size=256),   # 3.3M with 257 bytes
+    "tiny":        dict(n_layer=4,  n_head=4,  n_embd=128,  block_size=128),   # 0.84M at V = 257
     "gpt2":        dict(n_layer=12, n_head=12, n_embd=768,  block_size=1024),  # 124M
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, block_size=1024),  # 355M
     "gpt2-large":  dict(n_layer=36, n_head=20, n_embd=1280, block_size=1024),  # 774M

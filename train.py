@@ -61,7 +61,7 @@ from model import GPT, GPTConfig, PRESETS, peak_flops
 class Config:
     # run
     mode: str | None = None  # single naive torch-ddp torch-fsdp; single alone, ddp under torchrun
-    max_steps: int = 400  # optimizer steps
+    max_steps: int = 800  # optimizer steps
     seed: int = 1337  # of the weights, the order of samples and the sample text
     out_dir: str = "out"  # for metrics.jsonl and the cache of tokens
     threads: int = 1  # CPU threads per rank; bits hold per thread count
@@ -85,7 +85,7 @@ class Config:
     # precision
     dtype: str = "fp32"  # fp32, or autocast to bf16 or fp16, fp16 with a gradient scaler
     # optimizer: AdamW
-    lr: float = 2e-3  # peak learning rate
+    lr: float = 3e-3  # peak learning rate
     min_lr: float | None = None  # where the cosine ends; lr / 10 unless given
     warmup_steps: int = 40  # steps of linear warm-up
     weight_decay: float = 0.1  # on tensors of two or more dimensions only
@@ -716,7 +716,7 @@ def train(config, worker):
             return step + 1
 
     if config.sample_tokens:
-        log.say(sample(plain, tokenizer, config, worker))
+        log.say("sample:" + sample(plain, tokenizer, config, worker))
     peak_mem_bytes = torch.tensor(worker.peak_mem_bytes(), device=worker.device)
     log.result(param_sha256(plain), worker.reduce(peak_mem_bytes, dist.ReduceOp.MAX).item())
     return None
