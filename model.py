@@ -191,8 +191,8 @@ class GPT(nn.Module):
         | `*.proj.weight`, `*.down.weight`        | N(0, 1 / (3 in) / (2 n_layer))      |
         | norm weight                             | 1                                   |
 
-        1 / (3 in) is the variance of torch's own Linear and, at width 768, GPT-2's 0.02 squared. The
-        factor on what is added to the residual stream keeps its variance independent of depth
+        1 / (3 in) is the variance of torch's own Linear and, at width 768, GPT-2's 0.02 squared.
+        The factor on what is added to the residual stream keeps its variance independent of depth
         (GPT-2 paper, section 2.3). Numbers are drawn on the CPU, so that every device starts from
         the same bits: about 10 ns each, which is a minute for 7B.
         """

@@ -24,6 +24,7 @@ Cost: one small all-reduce a step for the losses, one norm over the parameters f
 import argparse
 import contextlib
 import datetime
+import gc
 import hashlib
 import inspect
 import json
@@ -447,6 +448,11 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole(tensor):
+    """All of a tensor that FSDP2 shards, which is a collective; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def set_gradient_sync(model, on):
     """Whether the next backward exchanges gradients, for the wrappers that do so by themselves."""
     if isinstance(model, DistributedDataParallel):
@@ -579,8 +585,7 @@ def param_sha256(model):
     """Hash of the whole fp32 parameters in the order of named_parameters(). A collective."""
     digest = hashlib.sha256()
     for p in model.parameters():
-        whole = p.full_tensor() if isinstance(p, DTensor) else p
-        digest.update((whole.float().cpu() + 0.0).numpy().tobytes())  # + 0.0 makes -0 a 0
+        digest.update((whole(p).float().cpu() + 0.0).numpy().tobytes())  # + 0.0 makes -0 a 0
     return digest.hexdigest()
 
 
@@ -735,6 +740,9 @@ def main():
         stopped = "at once"
     finally:
         if dist.is_initialized():
+            # FSDP2's modules hold the group in a cycle: without this its threads outlive the
+            # interpreter now and then, and abort it.
+            gc.collect()
             dist.destroy_process_group()
     if stopped:
         status = 130  # 128 + SIGINT, as a shell has it

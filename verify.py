@@ -1,6 +1,6 @@
 """The test suite: every claim of this project is one function here, its docstring the claim.
 
-    python verify.py                 # sampled rows of every check, CPU and gloo, exit 1 on a failure
+    python verify.py                 # sampled rows of every check; exit status 1 on a failure
     python verify.py naive data      # checks whose name contains "naive" or "data"
     python verify.py --full          # whole cross products
     python verify.py --list
@@ -11,8 +11,8 @@ largest difference). Its decorator lists the rows it is run with. Groups are for
 that has torch loaded, once per W, and reused: starting ranks costs more than most checks.
 
 How it differs: a check that hangs, or whose rank dies, fails by name within its time limit; its
-group is killed, a fresh one takes its place, and the rest still run. Largest difference 0 stands for
-the same bits, since equality is asserted with torch.equal.
+group is killed, a fresh one takes its place, and the rest still run. A largest difference of 0
+stands for the same bits, since equality is asserted with torch.equal.
 
 Cost: about 250 MB a process that shares torch's pages with the others, 1 + 2 + 3 + 4 of them.
 """
@@ -44,7 +44,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import model
 import train
@@ -90,7 +89,7 @@ def rank_main(rank, W, folder, pipe):
     """A rank's life: join the group, then run the checks that arrive until the pipe closes."""
     os.setpgid(0, 0)  # so that killing this rank also kills the programs that it started
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module="torch.distributed")  # FSDP2's own, under a gradient scaler
+    warnings.filterwarnings("ignore", module="torch.distributed")  # FSDP2's, with a loss scaler
     store = dist.FileStore(f"{folder}/store", W)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=W,
                             timeout=datetime.timedelta(seconds=20))
@@ -104,8 +103,9 @@ def rank_main(rank, W, folder, pipe):
                 pipe.send(("skipped", str(skip)))
             except Exception as error:
                 where = traceback.extract_tb(error.__traceback__)[-1]
-                text = " ".join(str(error).split()) or f"assert {where.line}"
-                pipe.send(("failed", f"{type(error).__name__}: {text} (line {where.lineno} of {where.name})"))
+                text = " ".join(str(error).split()) or where.line
+                place = f"(line {where.lineno}, {where.name})"
+                pipe.send(("failed", f"{type(error).__name__}: {text} {place}"))
 
 
 class Ranks:
@@ -142,18 +142,19 @@ class Ranks:
                     answers[rank] = pipe.recv()
                 except EOFError:
                     self.processes[rank].join()
-                    answers[rank] = ("failed", f"died with exit code {self.processes[rank].exitcode}")
+                    exitcode = self.processes[rank].exitcode
+                    answers[rank] = ("failed", f"died with exit code {exitcode}")
             if any(kind == "failed" for kind, _ in answers.values()):
                 deadline = min(deadline, time.monotonic() + 1)  # the others' view, if they have one
-        for rank in range(len(self.pipes)):
-            answers.setdefault(rank, ("failed", f"no answer within {limit_s} s"))
-        failures = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(answers.items()) if kind == "failed"]
-        if failures:
+        late = ("failed", f"no answer within {limit_s} s")
+        kinds, values = zip(*(answers.get(rank, late) for rank in range(len(self.pipes))))
+        if "failed" in kinds:
             self.kill()
-            raise CheckFailed("; ".join(failures))
-        if answers[0][0] == "skipped":
-            raise Skip(answers[0][1])
-        return [answers[rank][1] for rank in range(len(self.pipes))]
+            raise CheckFailed("; ".join(f"rank {rank}: {value}" for rank, value in enumerate(values)
+                                        if kinds[rank] == "failed"))
+        if "skipped" in kinds:
+            raise Skip(values[0])
+        return values
 
     def kill(self):
         for process in self.processes:
@@ -165,8 +166,8 @@ class Ranks:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="run checks whose name contains NAME")
-    parser.add_argument("--full", action="store_true", help="whole cross products instead of sampled rows")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only checks named like this")
+    parser.add_argument("--full", action="store_true", help="whole cross products, not samples")
     parser.add_argument("--list", action="store_true", help="list the checks and what they state")
     options = parser.parse_args()
     chosen = [f for name, f in globals().items() if hasattr(f, "sampled")
@@ -180,33 +181,38 @@ def main():
     sys.exit(1 if run_checks(chosen, options.full) else 0)
 
 
+def run_row(function, W, arguments, groups):
+    """One row of the table -> (outcome, what was compared, largest difference)."""
+    try:
+        groups[W] = groups.get(W) or Ranks(W)
+        results = groups[W].run(function, arguments, function.limit_s)
+        return "passed", results[0][0], f"{max(difference for _, difference in results):.3g}"
+    except Skip as skip:
+        return "skipped", f"skipped: {skip}", "-"
+    except CheckFailed as failure:
+        del groups[W]  # dead; the next check gets fresh ones
+        return "failed", f"FAILED {arguments or ''}\n    {failure}\n   ", "-"
+
+
 def run_checks(chosen, full):
     """Run every row of the chosen checks, print the table, return the number of failures."""
-    counts, groups = dict(passed=0, failed=0, skipped=0), {}
-    print(f"{'check':36s} {'W':>2s}  {'compared':58s} {'largest difference':>18s} {'seconds':>8s}")
+    outcomes, groups = [], {}
+    print(f"{'check':33s} W  {'compared':56s} {'largest difference':>18s} seconds")
     try:
         for function in chosen:
             for row in function.full if full else function.sampled:
-                W, arguments, start_s = row["W"], {k: v for k, v in row.items() if k != "W"}, time.monotonic()
-                try:
-                    groups[W] = groups.get(W) or Ranks(W)
-                    results = groups[W].run(function, arguments, function.limit_s)
-                    compared, difference = results[0][0], f"{max(d for _, d in results):.3g}"
-                    outcome = "passed"
-                except Skip as skip:
-                    compared, difference, outcome = f"skipped: {skip}", "-", "skipped"
-                except CheckFailed as failure:
-                    groups.pop(W)
-                    compared, difference, outcome = f"FAILED {arguments or ''}\n    {failure}\n", "-", "failed"
-                counts[outcome] += 1
-                print(f"{function.__name__:36s} {W:2d}  {compared:58s} {difference:>18s} "
-                      f"{time.monotonic() - start_s:8.1f}", flush=True)
+                arguments = {name: value for name, value in row.items() if name != "W"}
+                start_s = time.monotonic()
+                outcome, compared, difference = run_row(function, row["W"], arguments, groups)
+                outcomes.append(outcome)
+                print(f"{function.__name__:33s} {row['W']}  {compared:56s} {difference:>18s} "
+                      f"{time.monotonic() - start_s:7.1f}", flush=True)
     finally:
         for ranks in groups.values():
             ranks.kill()
-    skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
-    print(f"{counts['passed']} passed, {counts['failed']} failed{skipped}")
-    return counts["failed"]
+    skipped = f", {outcomes.count('skipped')} skipped" if "skipped" in outcomes else ""
+    print(f"{outcomes.count('passed')} passed, {outcomes.count('failed')} failed{skipped}")
+    return outcomes.count("failed")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -224,8 +230,8 @@ def same_bits(ours, theirs):
 
 
 def whole(model):
-    """{name: whole parameter, copied}, under the plain model's names. A collective if sharded."""
-    return {name.removeprefix("module."): (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+    """{plain model's name: whole parameter, copied}. A collective if sharded."""
+    return {name.removeprefix("module."): train.whole(p).detach().clone()
             for name, p in model.named_parameters()}
 
 
@@ -236,8 +242,8 @@ def small_config(**options):
 
 
 def small_model(**options):
-    return GPT(GPTConfig(**{**dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_kv_head=2,
-                                   n_embd=24), **options}))
+    sizes = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_kv_head=2, n_embd=24)
+    return GPT(GPTConfig(**{**sizes, **options}))
 
 
 def small_batches(config, vocab_size=61, block_size=16):
@@ -295,29 +301,23 @@ def call_main(argv, folder, environment):
 
 
 def run_main(argv, environment={}, limit_s=30):
-    """`python train.py argv` in a fresh process of the fork server -> (exit code, stdout, stderr)."""
+    """`python train.py argv`, forked from the server -> (exit code, stdout, stderr)."""
     with tempfile.TemporaryDirectory() as folder:
         process = fork_server().Process(target=call_main, args=(argv, folder, environment))
         process.start()
         process.join(limit_s)
         assert process.exitcode is not None, f"train.py {argv} ran for more than {limit_s} s"
-        return (process.exitcode, *(pathlib.Path(folder, f).read_text() for f in ("stdout", "stderr")))
+        stdout, stderr = (pathlib.Path(folder, name).read_text() for name in ("stdout", "stderr"))
+        return process.exitcode, stdout, stderr
 
 
 def torchrun(W, argv, limit_s=50):
     """`torchrun --nproc_per_node=W train.py argv` on CPU -> (exit code, stdout, stderr)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={W}",
-               str(HERE / "train.py"), *map(str, argv)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc_per_node={W}", str(HERE / "train.py"), *map(str, argv)]
     environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
     return done.returncode, done.stdout, done.stderr
-
-
-def result_of(stdout):
-    """The RESULT of a run's last line."""
-    last = stdout.strip().splitlines()[-1]
-    assert last.startswith("RESULT "), f"last line is {last!r}"
-    return json.loads(last.removeprefix("RESULT "))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -345,11 +345,12 @@ def answer():
 @check([dict(W=1)])
 def frame_survives_bad_checks():
     """A check that hangs, whose rank dies or that fails is named in time; a fresh group goes on."""
-    cases = ((hang, 1, "no answer within 1 s"), (die_on_rank_1, 20, "rank 1: died with exit code -9"),
+    cases = ((hang, 1, "rank 0: no answer within 1 s; rank 1: no answer within 1 s"),
+             (die_on_rank_1, 20, "rank 1: died with exit code -9"),
              (fail_on_rank_1, 20, "rank 1: AssertionError: planted"))
     for function, limit_s, expected in cases:
         ranks, start_s = Ranks(2), time.monotonic()
-        assert ranks.run(answer, {}, 20) == [("an answer", 0.0), ("an answer", 1.0)]
+        assert ranks.run(answer, {}, 20) == (("an answer", 0.0), ("an answer", 1.0))
         try:
             ranks.run(function, {}, limit_s)
         except CheckFailed as failure:
@@ -367,7 +368,7 @@ def frame_survives_bad_checks():
 
 @check([dict(W=1)])
 def model_rotary():
-    """rotate_half([1,2,3,4]) is [-3,-4,1,2], and scores depend on the distance of positions alone."""
+    """rotate_half([1,2,3,4]) is [-3,-4,1,2]; scores depend on the distance of positions alone."""
     assert rotate_half(torch.tensor([1, 2, 3, 4])).tolist() == [-3, -4, 1, 2]
     q, k = torch.randn(2, 1, 1, 1, 8).double()
     cos, sin = (t.double() for t in model.rotary_tables(32, 8, 10000.0, "cpu"))
@@ -380,7 +381,7 @@ def model_rotary():
 
 @check([dict(W=1)])
 def model_attention():
-    """The explicit attention equals scaled_dot_product_attention within 1e-5, gradients included."""
+    """The explicit attention is within 1e-5 of scaled_dot_product_attention, gradients too."""
     outputs = []
     for attention in ("sdpa", "explicit"):
         gpt = small_model(attention=attention)
@@ -413,16 +414,17 @@ def model_presets():
     before, worst = here("single").peak_mem_bytes(), 0.0
     for name, (expected, tolerance) in sizes.items():
         with torch.device("meta"):
-            n = sum(p.numel() for p in GPT(GPTConfig(vocab_size=50257, **PRESETS[name])).parameters())
+            gpt = GPT(GPTConfig(vocab_size=50257, **PRESETS[name]))
+        n = sum(p.numel() for p in gpt.parameters())
         worst = max(worst, abs(n / expected - 1))
-        assert abs(n / expected - 1) < tolerance, f"{name} has {n:,} parameters, not {expected:,.0f}"
+        assert abs(n / expected - 1) < tolerance, f"{name} has {n:,} parameters"
     assert here("single").peak_mem_bytes() - before < 50e6
     return "parameters at vocabulary 50257, relative", worst
 
 
 @check([dict(W=1)])
 def model_init_by_name():
-    """Weights come from (seed, name): neither meta, nor the random state, nor depth changes them."""
+    """Weights come from (seed, name): not from the random state, the order, or meta."""
     gpt = small_model()
     torch.manual_seed(1)
     with torch.device("meta"):
@@ -443,7 +445,7 @@ def model_init_by_name():
 
 @check([dict(W=1)])
 def model_activation_checkpointing():
-    """Recomputing blocks in the backward changes no bit of loss or gradients, and does recompute."""
+    """Recomputing blocks in the backward happens, and changes no bit of loss or gradients."""
     outputs, forwards = [], []
     for on in (False, True):
         gpt, calls = small_model(activation_checkpointing=on), []
@@ -480,15 +482,16 @@ def model_compile():
 
 @check([dict(W=1)])
 def model_generate():
-    """generate continues the prompt, past block_size too, by its generator; temperature 0 is argmax."""
+    """generate goes past block_size, by its generator, in the top k; temperature 0 is argmax."""
     gpt, prompt = small_model(), torch.tensor([[5, 6, 7]])
-    texts = [gpt.generate(prompt, 30, top_k=5, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
+    texts = [gpt.generate(prompt, 30, top_k=5, generator=generator) for generator in generators]
     assert texts[0].shape == (1, 33) and torch.equal(texts[0][:, :3], prompt)
     assert torch.equal(texts[0], texts[1]) and not torch.equal(texts[0], texts[2])
     greedy = gpt.generate(prompt, 1, temperature=0)[0, -1]
     assert greedy == gpt(prompt)[0][0, -1].argmax()
-    assert all(t in gpt(texts[0][:, i - 16:i])[0][0, -1].topk(5).indices for i, t in
-               enumerate(texts[0][0].tolist()) if i >= 16)
+    for i in range(16, 33):
+        assert texts[0][0, i] in gpt(texts[0][:, i - 16:i])[0][0, -1].topk(5).indices
     return "33 tokens by seed, greedy and top-k choices", 0.0
 
 
@@ -499,8 +502,9 @@ def model_flops():
         gpt = GPT(GPTConfig(vocab_size=50257, **PRESETS["gpt2"]))
     N = sum(p.numel() for p in gpt.parameters())
     assert gpt.flops_per_token() == 6 * N + 12 * 12 * 12 * 64 * 1024
-    peaks = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
-             "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12, "NVIDIA GeForce RTX 3090": None}
+    peaks = {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989e12,
+             "NVIDIA H100 PCIe": 756e12, "NVIDIA H200": 989e12, "NVIDIA B200": 2250e12,
+             "NVIDIA GeForce RTX 3090": None}
     assert {name: peak_flops(name) for name in peaks} == peaks
     return "gpt2 against PaLM's formula, six device names", 0.0
 
@@ -523,7 +527,7 @@ def data_order():
             for a in range(24 // (m * W)):
                 for rank in range(W):
                     x, y = batches.micro_batch(step, a * W + rank, m)
-                    assert torch.equal(y, x + 1) and x.shape == (m, T)  # the next token, of one block
+                    assert torch.equal(y, x + 1) and x.shape == (m, T)
                     seen += (x[:, 0] // T).tolist()
         assert len(set(seen)) == len(seen) == 41 * 24, f"a sample came twice at W={W}"
         orders[W] = seen
@@ -594,8 +598,9 @@ class Branches(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner, self.outer, self.sometimes, self.never = (torch.nn.Linear(5, 5) for _ in range(4))
+        self.inner, self.outer = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
         self.outer.weight = self.inner.weight
+        self.sometimes, self.never = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
         self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
 
     def forward(self, x, flag):
@@ -621,7 +626,8 @@ def naive_any_module():
         if first is not None:
             expected[name] = first * (1 / W)
             for other in per_rank[1:]:
-                expected[name] = expected[name] + (0 if other[name] is None else other[name] * (1 / W))
+                share = 0 if other[name] is None else other[name] * (1 / W)
+                expected[name] = expected[name] + share
     average_gradients(mine)
     assert mine.never.weight.grad is None and mine.frozen.weight.grad is None
     ours = {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
@@ -648,7 +654,7 @@ def naive_sums_in_rank_order():
 
 @check([dict(W=W) for W in (1, 2, 3)])
 def clipping_over_shards():
-    """Clipping shards gives the whole tensors' norm on every rank, and the bits of clipping wholes."""
+    """Clipping shards gives the norm of the wholes on every rank, and the bits of clipping them."""
     rank, W = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     wholes = [torch.randn(n) for n in (1, 2, 7, 1000)]  # 1 and 2 elements: some ranks hold none
@@ -657,7 +663,8 @@ def clipping_over_shards():
     for p in parameters:
         p.grad = p.detach().clone()
     by_torch = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    norm, norm_of_shards = clip_gradients_(wholes, 1.0), clip_gradients_(shards, 1.0, dist.group.WORLD)
+    norm = clip_gradients_(wholes, 1.0)
+    norm_of_shards = clip_gradients_(shards, 1.0, dist.group.WORLD)
     assert abs(norm - norm_of_shards) < 1e-12 * norm and abs(norm - by_torch) < 1e-5 * norm
     for t, shard, p in zip(wholes, shards, parameters):
         same_bits({"clipped": t.tensor_split(W)[rank]}, {"clipped": shard})
@@ -672,14 +679,17 @@ def clipping_over_shards():
 # train.py: the step
 
 
-@check([dict(W=2, mode="torch-ddp", accumulation=2, clip=0.1), dict(W=2, mode="torch-fsdp", accumulation=1, clip=0.1),
-        dict(W=1, mode="torch-ddp", accumulation=2, clip=0), dict(W=1, mode="torch-fsdp", accumulation=2, clip=0.1)],
+@check([dict(W=2, mode="torch-ddp", accumulation=2, clip=0.1),
+        dict(W=2, mode="torch-fsdp", accumulation=1, clip=0.1),
+        dict(W=1, mode="torch-ddp", accumulation=2, clip=0),
+        dict(W=1, mode="torch-fsdp", accumulation=2, clip=0.1)],
        full=grid(W=(1, 2), mode=("torch-ddp", "torch-fsdp"), accumulation=(1, 2, 4), clip=(0, 0.1)))
 def naive_is_torch(mode, accumulation, clip):
     """naive gives the bits of torch DDP and of FSDP2 at W = 2: every parameter, every step."""
     W = dist.get_world_size()
     naive = small_config(mode="naive", global_batch_size=W * accumulation, grad_clip=clip)
-    return f"{mode}, {accumulation} micro-steps, clip {clip}, 4 steps", same_runs(naive, replace(naive, mode=mode), 4)
+    difference = same_runs(naive, replace(naive, mode=mode), steps=4)
+    return f"{mode}, {accumulation} micro-steps, clip {clip}, 4 steps", difference
 
 
 @check([dict(W=W) for W in (1, 2, 4)])
@@ -687,7 +697,8 @@ def naive_is_one_process():
     """W ranks give the bits of one process that accumulates the same W micro batches."""
     W = dist.get_world_size()
     naive = small_config(mode="naive", global_batch_size=W, grad_clip=0.1)
-    return f"single, {W} micro-steps, clip 0.1, 4 steps", same_runs(naive, replace(naive, mode="single"), 4)
+    difference = same_runs(naive, replace(naive, mode="single"), steps=4)
+    return f"single, {W} micro-steps, clip 0.1, 4 steps", difference
 
 
 @check([dict(W=2, dtype="bf16", mode="torch-ddp"), dict(W=2, dtype="fp16", mode="torch-fsdp")],
@@ -695,13 +706,13 @@ def naive_is_one_process():
 def naive_is_torch_under_autocast(dtype, mode):
     """Under autocast, with the gradient scaler for fp16, naive still gives the bits of torch."""
     naive = small_config(mode="naive", global_batch_size=2, dtype=dtype)
-    return f"{mode}, {dtype}, 4 steps", same_runs(naive, replace(naive, mode=mode), 4)
+    return f"{mode}, {dtype}, 4 steps", same_runs(naive, replace(naive, mode=mode), steps=4)
 
 
 @check([dict(W=2, mode="naive"), dict(W=2, mode="torch-fsdp")],
        full=grid(W=(2,), mode=("naive", "torch-ddp", "torch-fsdp")))
 def fp16_inf_on_one_rank(mode):
-    """An inf in one rank's gradient alone makes every rank skip the step and halve the loss scale."""
+    """An inf in one rank's gradient makes every rank skip the step and halve the loss scale."""
     run = Run(small_config(mode=mode, dtype="fp16", global_batch_size=2))
     finish_gradients = train.finish_gradients
 
@@ -717,21 +728,22 @@ def fp16_inf_on_one_rank(mode):
     same_bits(whole(run.model), before)
     assert run.scaler.get_scale() == scale / 2
     run.step()
-    assert not torch.equal(whole(run.model)["wte.weight"], before["wte.weight"]), "the next step did nothing"
+    after = whole(run.model)
     assert run.scaler.get_scale() == scale / 2
+    assert not torch.equal(after["wte.weight"], before["wte.weight"]), "the next step did nothing"
     return f"{mode}: parameters and scale after the step", 0.0
 
 
 @check([dict(W=1, dtype="bf16"), dict(W=1, dtype="fp16")])
 def amp_is_stable(dtype):
-    """After 50 steps, bf16 and fp16 are within 0.01 nats of fp32's loss, and no step was skipped."""
+    """After 50 steps bf16 and fp16 are within 0.01 nats of fp32's loss; no step was skipped."""
     random, tokens = np.random.default_rng(0), [0]
     for surprise in random.random(20000) < 0.1:  # 9 of 10 tokens follow from the one before
         tokens.append(random.integers(61) if surprise else (5 * tokens[-1] + 1) % 61)
     losses = {}
     for kind in ("fp32", dtype):
         config = small_config(dtype=kind, max_steps=50)
-        run = Run(config, train.Batches(np.array(tokens), 16, config.global_batch_size, config.seed))
+        run = Run(config, train.Batches(np.array(tokens), 16, config.global_batch_size, seed=0))
         history = [run.step()[0].mean().item() for _ in range(50)]
         losses[kind] = np.mean(history[-10:])
         assert np.isfinite(history).all() and losses[kind] < history[0] - 0.5, "it does not learn"
@@ -743,7 +755,7 @@ def amp_is_stable(dtype):
 
 @check([dict(W=W) for W in (1, 2, 4)])
 def losses_are_global_means():
-    """Logged losses are those of one process on the same data: training, validation, bit for bit."""
+    """Logged losses are those of one process on the same data, bit for bit; validation too."""
     W = dist.get_world_size()
     naive = small_config(mode="naive", global_batch_size=2 * W, eval_steps=5)
     a, b = Run(naive), Run(replace(naive, mode="single"))
@@ -768,8 +780,9 @@ def schedule_and_decay():
     gpt = small_model()
     decayed, rest = train.make_optimizer(gpt, config).param_groups
     assert (decayed["weight_decay"], rest["weight_decay"]) == (0.1, 0.0) and not decayed["fused"]
-    assert {id(p) for p in rest["params"]} == {id(p) for n, p in gpt.named_parameters() if "norm" in n}
-    assert len(decayed["params"]) + len(rest["params"]) == len(list(gpt.parameters()))
+    undecayed = {id(p) for p in rest["params"]}
+    assert undecayed == {id(p) for name, p in gpt.named_parameters() if "norm" in name}
+    assert len(decayed["params"]) + len(undecayed) == len(list(gpt.parameters()))
     return "learning rate of six steps, parameter groups", worst
 
 
@@ -791,38 +804,46 @@ def bad_input_is_one_line():
         (data / "short.txt").write_text("too short\n")
         (data / "latin1.txt").write_bytes(b"caf\xe9" * 1000)
         (data / "file").touch()
-        for name, tokens, tail in (("odd", 300, b"x"), ("beyond", 300, b""), ("none", 0, b"")):
+        for name, n_tokens, tail in (("odd", 300, b"x"), ("beyond", 300, b""), ("none", 0, b"")):
             (data / name).mkdir()
+            tokens = np.arange(n_tokens, dtype=np.uint16).tobytes() + tail
             for part in ("train.bin", "val.bin"):
-                (data / name / part).write_bytes(np.arange(tokens, dtype=np.uint16).tobytes() + tail)
+                (data / name / part).write_bytes(tokens)
         offline = dict(TIKTOKEN_CACHE_DIR=f"{folder}/cache", HTTPS_PROXY="http://127.0.0.1:9")
-        cases = [
-            ("--no_such_flag 1", "no_such_flag"), ("--lr fast", "--lr"), ("--max_steps 1.5", "--max_steps"),
-            ("--mode zero9", "--mode zero9"), ("--mode zero3", "not there yet"), ("--dtype fp8", "--dtype fp8"),
-            ("--model gpt5", "--model gpt5"), ("--max_steps 0", "--max_steps 0"), ("--lr nan", "--lr nan"),
-            ("--lr -1", "--lr -1"), ("--beta2 1", "--beta2 1.0"), (f"--seed {2**64}", "--seed"), ("--min_lr 1", "--min_lr 1"),
-            ("--global_batch_size 6", "global_batch_size 6"), ("--n_head 3", "n_head 3"),
-            ("--n_kv_head 3", "n_kv_head 3"), ("--tokenizer gpt9", "--tokenizer gpt9"),
-            ("--tokenizer gpt2", "TIKTOKEN_CACHE_DIR"), (f"--dataset {data}/missing.txt", "missing.txt"),
-            (f"--dataset {data}/empty.txt", "empty"), (f"--dataset {data}/short.txt", "shorter than one block"),
-            (f"--dataset {data}/latin1.txt", "not UTF-8"), (f"--dataset {data}/none", "has 0 bytes"),
-            (f"--dataset {data}/odd", "has 601 bytes"), (f"--dataset {data}/beyond", "token 299"),
-            (f"--dataset {data}", "no train.bin"), (f"--out_dir {data}/file", f"{data}/file"),
-            (f"--dataset {HERE}/model.py --block_size 1024 --global_batch_size 64", "--global_batch_size 64"),
+        cases = [  # flags, what the line must say
+            ("--no_such_flag 1", "no_such_flag"), ("--lr fast", "--lr"),
+            ("--max_steps 1.5", "--max_steps"), ("--max_steps 0", "--max_steps 0"),
+            ("--mode zero9", "--mode zero9"), ("--mode zero3", "not there yet"),
+            ("--dtype fp8", "--dtype fp8"), ("--model gpt5", "--model gpt5"),
+            ("--lr nan", "--lr nan"), ("--lr -1", "--lr -1"), ("--min_lr 1", "--min_lr 1"),
+            ("--beta2 1", "--beta2 1.0"), (f"--seed {2**64}", "--seed"),
+            ("--global_batch_size 6", "global_batch_size 6"),
+            ("--n_head 3", "n_head 3"), ("--n_kv_head 3", "n_kv_head 3"),
+            ("--tokenizer gpt9", "--tokenizer gpt9"), ("--tokenizer gpt2", "TIKTOKEN_CACHE_DIR"),
+            (f"--dataset {data}/missing.txt", "missing.txt: no such file"),
+            (f"--dataset {data}/empty.txt", "is empty"),
+            (f"--dataset {data}/short.txt", "shorter than one block"),
+            (f"--dataset {data}/latin1.txt", "not UTF-8"),
+            (f"--dataset {data}/none", "has 0 bytes"), (f"--dataset {data}/odd", "has 601 bytes"),
+            (f"--dataset {data}/beyond", "token 299"), (f"--dataset {data}", "no train.bin"),
+            (f"--dataset {HERE}/model.py --block_size 1024 --global_batch_size 64",
+             "--global_batch_size 64"),
+            (f"--out_dir {data}/file", f"{data}/file"),
         ]
         for flags, expected in cases:
             argv = ["--out_dir", f"{folder}/out", *flags.split()]
-            code, stdout, stderr = run_main(argv, offline)
-            assert code == 2 and len(stderr.splitlines()) == 1 and stderr.startswith("train.py: "), \
-                f"train.py {flags}: exit {code}, stderr {stderr!r}"
-            assert expected in stderr, f"train.py {flags}: {expected!r} is not in {stderr!r}"
+            code, _, stderr = run_main(argv, offline)
+            assert code == 2, f"{flags}: exit {code}, {stderr}"
+            assert re.fullmatch(r"train\.py: .*\n", stderr) and expected in stderr, f"{flags}: {stderr}"
     return f"{len(cases)} command lines", 0.0
 
 
 @check([dict(W=1)])
 def bad_input_under_torchrun():
     """Under torchrun every rank exits with 2, rank 0 alone speaks, and torchrun exits with 1."""
-    for flags, expected in ((["--mode", "naive", "--lr", "-1"], "--lr -1"), (["--mode", "single"], "--mode single")):
+    cases = ((["--mode", "naive", "--lr", "-1"], "--lr -1"),
+             (["--mode", "single"], "--mode single"))
+    for flags, expected in cases:
         code, _, stderr = torchrun(2, flags)
         lines = [line for line in stderr.splitlines() if line.startswith("train.py: ")]
         assert code == 1 and len(lines) == 1 and expected in lines[0], stderr
@@ -831,27 +852,39 @@ def bad_input_under_torchrun():
     return "a bad value and mode single at world size 2", 0.0
 
 
+METRICS = {"step", "loss", "lr", "grad_norm", "param_norm", "tokens_per_sec", "step_ms",
+           "comm_exposed_ms", "mfu", "mem_bytes"}
+RESULT = {"mode", "world_size", "steps", "train_loss", "val_loss", "tokens_per_sec", "step_ms",
+          "peak_mem_bytes", "param_sha256", "threads"}
+
+
+def promised_output(mode, W, folder):
+    """Run train.py, assert that its output is as documented -> (RESULT, what precedes it)."""
+    argv = ["--mode", mode, "--out_dir", folder, *TINY]
+    code, stdout, stderr = torchrun(W, argv) if W > 1 else run_main(argv)
+    assert code == 0 and not stderr, f"{mode}: exit {code}, {stderr}"
+    lines = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert ["val_loss" in line for line in lines] == [False, True, True]
+    assert all(line.keys() - {"val_loss"} == METRICS for line in lines), lines[0].keys()
+    last = stdout.splitlines()[-1]
+    assert last.startswith("RESULT "), last
+    result = json.loads(last.removeprefix("RESULT "))
+    assert result.keys() == RESULT, result.keys()
+    assert (result["mode"], result["world_size"], result["steps"]) == (mode, W, 3)
+    assert result["train_loss"] == lines[-1]["loss"] and result["val_loss"] == lines[-1]["val_loss"]
+    return result, stdout[stdout.index("val loss", stdout.index("step     3")):-len(last) - 1]
+
+
 @check([dict(W=1)], limit_s=120)
 def command_line_ends_on_same_bits():
-    """single, naive, torch-ddp and torch-fsdp end on one param_sha256; output is as promised."""
+    """single, naive, torch-ddp, torch-fsdp end on one param_sha256; output is as promised."""
+    runs = ((1, "single"), (1, "naive"), (2, "naive"), (2, "torch-ddp"), (2, "torch-fsdp"))
     with tempfile.TemporaryDirectory() as folder:
-        results, texts = [], []
-        for W, mode in ((1, "single"), (1, "naive"), (2, "naive"), (2, "torch-ddp"), (2, "torch-fsdp")):
-            argv = ["--mode", mode, "--out_dir", f"{folder}/{mode}{W}", *TINY]
-            code, stdout, stderr = torchrun(W, argv) if W > 1 else run_main(argv)
-            assert code == 0 and not stderr.replace("*", "").strip(), f"{mode}: exit {code}, {stderr}"
-            lines = [json.loads(line) for line in open(f"{folder}/{mode}{W}/metrics.jsonl")]
-            assert [line["step"] for line in lines] == [1, 2, 3]
-            assert ["val_loss" in line for line in lines] == [False, True, True]
-            wanted = set("step loss lr grad_norm param_norm tokens_per_sec step_ms comm_exposed_ms mfu mem_bytes".split())
-            assert all(set(line) - {"val_loss"} == wanted for line in lines), lines[0].keys()
-            results.append(result_of(stdout))
-            assert (results[-1]["mode"], results[-1]["world_size"], results[-1]["steps"]) == (mode, W, 3)
-            assert results[-1]["train_loss"] == lines[-1]["loss"] and results[-1]["threads"] == 1
-            texts.append(stdout[stdout.index("val loss", stdout.rindex("step     3")):stdout.index("RESULT")])
-        for key in ("param_sha256", "train_loss"):
-            assert len({result[key] for result in results}) == 1, [(r["mode"], r[key]) for r in results]
-        assert len(set(texts)) == 1, "validation loss or sample text differ"
+        outputs = [promised_output(mode, W, f"{folder}/{mode}{W}") for W, mode in runs]
+    for key in ("param_sha256", "train_loss", "val_loss"):
+        assert len({result[key] for result, _ in outputs}) == 1, (key, outputs)
+    assert len({text for _, text in outputs}) == 1, "the sample texts differ"
     return "hash, losses, sample and metrics of five runs", 0.0
 
 
@@ -859,13 +892,16 @@ def command_line_ends_on_same_bits():
 def ctrl_c_gives_one_line():
     """Ctrl-C ends a run after its step, with one line and exit status 130."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(HERE / "train.py"), *map(str, TINY), "--out_dir", folder, "--max_steps", "9999999"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        while "step" not in (line := process.stdout.readline()) or "parameters" in line:
+        command = [sys.executable, str(HERE / "train.py"), *map(str, TINY), "--out_dir", folder,
+                   "--max_steps", "9999999"]
+        process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE,
+                                   stderr=subprocess.PIPE)
+        while not (line := process.stdout.readline()).startswith("step"):
             assert line, process.stderr.read()
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 130 and re.fullmatch(r"train\.py: stopped by Ctrl-C after step \d+\n", stderr), stderr
+    assert process.returncode == 130, stderr
+    assert re.fullmatch(r"train\.py: stopped by Ctrl-C after step \d+\n", stderr), stderr
     return "exit status and stderr", 0.0
 
 
