@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=2 train.py --mode torch-ddp       # torch's own, as references
     torchrun --nproc_per_node=2 train.py --mode torch-fsdp
     python train.py --dataset shakespeare.txt --max_steps 2000  # a text file
-    python train.py --dataset data/openwebtext --tokenizer gpt2 --model gpt2 --dtype bf16 --compile
+    python train.py --dataset data/openwebtext --tokenizer gpt2 --model gpt2 --lr 6e-4
 
 Replaces a trainer framework by one loop that a person can follow: data, model, wrapper, optimizer,
 then a few paragraphs a step. Modes differ in `wrap` and in one line after the backward.
