@@ -103,14 +103,9 @@ class Config:
 MODES = ("single", "naive", "torch-ddp", "torch-fsdp")
 LATER_MODES = ("ddp", "zero1", "zero2", "zero3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-POSITIVE, NOT_NEGATIVE = (1, math.inf), (0, math.inf)
-RANGES = dict(  # of what a flag may be: from the first number on, below the second
-    max_steps=POSITIVE, seed=(0, 2**63), threads=POSITIVE, timeout_s=(1, 1e6),
-    n_layer=POSITIVE, n_head=POSITIVE, n_kv_head=POSITIVE, n_embd=POSITIVE, block_size=POSITIVE,
-    global_batch_size=POSITIVE, micro_batch_size=POSITIVE, lr=NOT_NEGATIVE, min_lr=NOT_NEGATIVE,
-    warmup_steps=NOT_NEGATIVE, weight_decay=NOT_NEGATIVE, beta1=(0, 1), beta2=(0, 1),
-    grad_clip=NOT_NEGATIVE, eval_interval=POSITIVE, eval_steps=NOT_NEGATIVE,
-    sample_tokens=NOT_NEGATIVE)
+MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip",
+               "eval_steps", "sample_tokens"}  # every other number is at least 1
+BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "timeout_s": 1e6}  # every other number is finite
 
 
 class UserError(Exception):
@@ -147,9 +142,9 @@ def check(config):
     for name, choices in (("mode", MODES), ("dtype", DTYPES), ("model", PRESETS)):
         if getattr(config, name) not in choices:
             raise UserError(f"--{name} {getattr(config, name)}: choose one of {' '.join(choices)}")
-    for name, (smallest, bound) in RANGES.items():
-        value = getattr(config, name)
-        if value is not None and not smallest <= value < bound:  # False for nan
+    for name, value in vars(config).items():
+        smallest, bound = int(name not in MAY_BE_ZERO), BELOW.get(name, math.inf)
+        if type(value) in (int, float) and not smallest <= value < bound:  # nan is in no range
             raise UserError(f"--{name} {value}: must be at least {smallest} and below {bound}")
     if config.min_lr > config.lr:
         raise UserError(f"--min_lr {config.min_lr} is above --lr {config.lr}")

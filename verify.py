@@ -129,7 +129,7 @@ class Ranks:
         """
         deadline, answers = time.monotonic() + limit_s, {}
         for pipe in self.pipes:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(ConnectionError):  # a rank that is dead is found below
                 pipe.send((function, arguments))
         while len(answers) < len(self.pipes):
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
@@ -140,7 +140,7 @@ class Ranks:
                 rank = self.pipes.index(pipe)
                 try:
                     answers[rank] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
                     self.processes[rank].join()
                     exitcode = self.processes[rank].exitcode
                     answers[rank] = ("failed", f"died with exit code {exitcode}")
@@ -160,6 +160,7 @@ class Ranks:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # in case it has not come to lead its group yet
             process.join()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -176,9 +177,11 @@ def main():
         parser.error(f"no check has a name with {' or '.join(options.names)}; --list shows them")
     if options.list:
         for f in chosen:
-            print(f"{f.__name__:36s} {inspect.getdoc(f).splitlines()[0]}")
+            print(f"{f.__name__:33s} {inspect.getdoc(f).splitlines()[0]}")
         return 0
-    sys.exit(1 if run_checks(chosen, options.full) else 0)
+    # CPU only and one thread a rank, also for all that is started from here
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    return 1 if run_checks(chosen, options.full) else 0
 
 
 def run_row(function, W, arguments, groups):
@@ -312,11 +315,10 @@ def run_main(argv, environment={}, limit_s=30):
 
 
 def torchrun(W, argv, limit_s=50):
-    """`torchrun --nproc_per_node=W train.py argv` on CPU -> (exit code, stdout, stderr)."""
+    """`torchrun --nproc_per_node=W train.py argv` -> (exit code, stdout, stderr)."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                f"--nproc_per_node={W}", str(HERE / "train.py"), *map(str, argv)]
-    environment = dict(os.environ, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -834,7 +836,8 @@ def bad_input_is_one_line():
             argv = ["--out_dir", f"{folder}/out", *flags.split()]
             code, _, stderr = run_main(argv, offline)
             assert code == 2, f"{flags}: exit {code}, {stderr}"
-            assert re.fullmatch(r"train\.py: .*\n", stderr) and expected in stderr, f"{flags}: {stderr}"
+            assert re.fullmatch(r"train\.py: .*\n", stderr), f"{flags}: {stderr}"
+            assert expected in stderr, f"{flags}: {stderr}"
     return f"{len(cases)} command lines", 0.0
 
 
