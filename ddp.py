@@ -19,12 +19,15 @@ Cost per step: 4 Psi bytes of gradients sent to each of the W - 1 others (a ring
 W copies of the largest gradient in memory, one small collective more for the flags.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 
 
+@torch.no_grad()
 def average_gradients(module, process_group=None):
-    """Replace every `p.grad` of module by its mean over the ranks of process_group (default: all).
+    """Overwrite every `p.grad` of module by its mean over the ranks of process_group.
 
     A collective: every rank calls it after its backward. A parameter unused on some ranks counts as
     zero there; one that no rank used keeps `grad is None`, as in torch DDP with
@@ -41,10 +44,12 @@ def average_gradients(module, process_group=None):
     for p, used_somewhere in zip(parameters, used.tolist()):
         if not used_somewhere:
             continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
         # Scaled before the sum, which would overflow in fp16; times 1/W as in torch's reducer,
         # since a division gives other bits at W = 3.
-        grad = torch.zeros_like(p) if p.grad is None else p.grad * (1 / W)
-        p.grad = sum_in_rank_order(grad, process_group)
+        p.grad.mul_(1 / W)
+        p.grad.copy_(sum_in_rank_order(p.grad, process_group))  # in place: keeps strides and views
 
 
 def sum_in_rank_order(tensor, process_group=None):
@@ -78,7 +83,8 @@ def clip_gradients_(gradients, max_norm, process_group=None):
     The one clipping function of all modes. Group as in `total_norm`; max_norm inf only measures.
     """
     norm = total_norm(gradients, process_group)
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # rounded to fp32 once
-    for gradient in gradients:
-        gradient.mul_(factor)  # also when 1: asking would make the CPU wait for the GPU
+    if max_norm < math.inf:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # rounded to fp32 once
+        for gradient in gradients:
+            gradient.mul_(factor)  # also when 1: asking would make the CPU wait for the GPU
     return norm

@@ -62,6 +62,10 @@ class GPTConfig:
         if self.attention not in ("sdpa", "explicit"):
             raise ValueError(f"attention {self.attention!r} is neither 'sdpa' nor 'explicit'")
 
+    @property
+    def head_size(self):
+        return self.n_embd // self.n_head
+
 
 # Sizes only; the vocabulary comes from the tokenizer. Parameters at V = 50257 beside each.
 PRESETS = {
@@ -116,14 +120,13 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.hs = config.n_embd // config.n_head
-        n_rows = (config.n_head + 2 * config.n_kv_head) * self.hs
+        n_rows = (config.n_head + 2 * config.n_kv_head) * config.head_size
         self.qkv = nn.Linear(config.n_embd, n_rows, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin):
         B, T, C = x.size()  # batch size, sequence length, embedding width
-        nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.hs
+        nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.config.head_size
         qkv = self.qkv(x).view(B, T, nh + 2 * nkv, hs).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
         q, k, v = qkv.split((nh, nkv, nkv), dim=1)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
@@ -204,12 +207,12 @@ class GPT(nn.Module):
                 p.fill_(1.0)
                 continue
             key = hashlib.sha256(f"{self.config.seed} {name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little"))
+            generator = torch.Generator("cpu").manual_seed(int.from_bytes(key[:8], "little"))
             variance = 1 / (3 * p.size(1))
             if name.endswith(("proj.weight", "down.weight")):
                 variance /= 2 * self.config.n_layer
-            std = math.sqrt(variance)
-            p.copy_(torch.empty(p.shape).normal_(0.0, std, generator=generator))
+            drawn = torch.empty(p.shape, dtype=torch.float32, device="cpu")  # whatever the default
+            p.copy_(drawn.normal_(0.0, math.sqrt(variance), generator=generator))
 
     def forward(self, idx, targets=None):
         """idx, targets (B, T) token ids -> logits (B, T, V), mean cross-entropy in nats or None.
@@ -220,8 +223,7 @@ class GPT(nn.Module):
         if T > self.config.block_size:
             raise ValueError(f"sequence of {T} tokens, but block_size is {self.config.block_size}")
         x = self.wte(idx)  # (B, T, C)
-        hs = self.config.n_embd // self.config.n_head
-        cos, sin = rotary_tables(T, hs, self.config.rope_theta, idx.device)
+        cos, sin = rotary_tables(T, self.config.head_size, self.config.rope_theta, idx.device)
         for block in self.blocks:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
                 # Keeps only x of each block: L times less activation memory for a third more FLOPs.
@@ -256,7 +258,10 @@ class GPT(nn.Module):
         return idx
 
     def compile_blocks(self):
-        """torch.compile each block by itself: small graphs, hooks between them, names unchanged."""
+        """torch.compile each block by itself: small graphs, hooks between them, names unchanged.
+
+        Copy a model first and compile then: a deepcopy's blocks would run the original's weights.
+        """
         for block in self.blocks:
             block.forward = torch.compile(block.forward)
 
@@ -267,7 +272,7 @@ class GPT(nn.Module):
         """
         N = sum(p.numel() for p in self.parameters())
         L, H, T = self.config.n_layer, self.config.n_head, self.config.block_size
-        Q = self.config.n_embd // H
+        Q = self.config.head_size
         return 6 * N + 12 * L * H * Q * T
 
 

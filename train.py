@@ -37,7 +37,6 @@ import signal
 import statistics
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import typing
@@ -103,9 +102,9 @@ class Config:
 MODES = ("single", "naive", "torch-ddp", "torch-fsdp")
 LATER_MODES = ("ddp", "zero1", "zero2", "zero3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "grad_clip",
-               "eval_steps", "sample_tokens"}  # every other number is at least 1
-BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "timeout_s": 1e6}  # every other number is finite
+MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2",
+               "grad_clip", "eval_steps", "sample_tokens"}  # every other number is at least 1
+BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "threads": 1025, "timeout_s": 1e6}  # others: inf
 
 
 class UserError(Exception):
@@ -237,21 +236,23 @@ def tokenize(text, tokenizer, out_dir, name):
     collective and hence no timeout, however long it takes.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = pathlib.Path(out_dir) / f"tokens-{tokenizer.name}-{digest}.bin"
-    dtype = np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32
+    path = pathlib.Path(out_dir) / f"tokens-{tokenizer.name}-{digest}.npy"
     with file_lock(pathlib.Path(out_dir) / ".tokens.lock"):
-        if not path.exists():
-            lines, at_once = text.splitlines(keepends=True), 400_000  # bounds the list of ids
-            with tempfile.NamedTemporaryFile(dir=out_dir, delete=False) as file:
-                for start in range(0, len(lines), at_once):
-                    print(f"tokenizing {name} with {tokenizer.name}: "
-                          f"line {start:,} of {len(lines):,}", flush=True)
-                    part = "".join(lines[start:start + at_once])
-                    ids = tokenizer.encode(part, allowed_special={END_OF_TEXT},
-                                           disallowed_special=())
-                    np.array(ids, dtype=dtype).tofile(file)
-            os.replace(file.name, path)
-    return np.memmap(path, dtype=dtype, mode="r")
+        with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is truncated
+            return np.load(path, mmap_mode="r")
+        lines, at_once, parts = text.splitlines(keepends=True), 400_000, []  # bounds lists of ids
+        dtype = np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32
+        for start in range(0, len(lines), at_once):
+            print(f"tokenizing {name} with {tokenizer.name}: line {start:,} of {len(lines):,}",
+                  flush=True)
+            ids = tokenizer.encode("".join(lines[start:start + at_once]), disallowed_special=(),
+                                   allowed_special={END_OF_TEXT})
+            parts.append(np.array(ids, dtype=dtype))
+        unfinished = path.with_suffix(".unfinished")  # a crash leaves at most this one
+        with open(unfinished, "wb") as file:
+            np.save(file, np.concatenate(parts))
+        os.replace(unfinished, path)
+        return np.load(path, mmap_mode="r")
 
 
 def read_bin(path, tokenizer):
@@ -475,7 +476,8 @@ def make_optimizer(model, config):
 
 
 def make_scaler(config, worker):
-    """Loss scaling for fp16. The sharded one makes all ranks agree on inf before any steps."""
+    """Loss scaling for fp16. ShardedGradScaler serves whole gradients as well as shards: it reduces
+    its check for inf over all ranks, so that none of them steps, or skips, alone."""
     kind = torch.amp.GradScaler if config.mode == "single" else ShardedGradScaler
     return kind(worker.device.type, enabled=config.dtype == "fp16")
 
@@ -566,6 +568,7 @@ def evaluate(model, batches, config, worker):
     n, W = min(config.eval_steps, batches.steps_per_epoch), worker.world_size
     losses = torch.zeros(n, dtype=torch.float64, device=worker.device)
     for index in range(worker.rank, math.ceil(n / W) * W, W):
+        # A "step" of the validation batches is one micro batch, see `load_batches`.
         micro_batch = batches.micro_batch(min(index, n - 1), 0, batches.global_batch_size)
         with autocast(config, worker):
             _, loss = model(*worker.to_device(*micro_batch))
@@ -670,6 +673,12 @@ def catch_ctrl_c():
     return pressed
 
 
+def out_of_memory(error):
+    """Whether torch, on CUDA or CPU, or Python could not get memory. On CPU only the text tells."""
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or "can't allocate memory" in str(error)
+
+
 def train(config, worker):
     """The whole run. Returns the step at which Ctrl-C ended it, or None. Raises UserError."""
     # 1) plain model and data, the same on every rank
@@ -715,8 +724,10 @@ def train(config, worker):
         if stop:
             return step + 1
 
-    if config.sample_tokens:
+    if config.sample_tokens and math.isfinite(entry["param_norm"]):
         log.say("sample:" + sample(plain, tokenizer, config, worker))
+    elif config.sample_tokens:
+        log.say("no sample: the weights are not finite, see where the loss went")
     peak_mem_bytes = torch.tensor(worker.peak_mem_bytes(), device=worker.device)
     log.result(param_sha256(plain), worker.reduce(peak_mem_bytes, dist.ReduceOp.MAX).item())
     return None
@@ -731,6 +742,11 @@ def main():
         stopped = stopped_at and f"after step {stopped_at}"
     except (UserError, OSError) as error:  # an OSError names its file
         status = refuse(error)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        status = refuse(f"out of memory ({str(error).splitlines()[0]}): choose a smaller --model, "
+                        f"--micro_batch_size or --block_size")
     except KeyboardInterrupt:
         stopped = "at once"
     finally:

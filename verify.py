@@ -435,6 +435,10 @@ def model_init_by_name():
     late.to_empty(device="cpu").init_weights()
     assert late.lm_head.weight is late.wte.weight
     same_bits(whole(gpt), whole(late))
+    with torch.device("meta"):  # the default device of the caller does not matter either
+        again = small_model()
+        again.to_empty(device="cpu").init_weights()
+    same_bits(whole(gpt), whole(again))
     # of a deeper model the common matrices are the same up to the depth's factor on residual ones
     deeper = whole(small_model(n_layer=3))
     same_bits({n: p for n, p in whole(gpt).items() if "proj" not in n and "down" not in n},
@@ -571,11 +575,14 @@ def data_stdlib():
             tokens = train.tokenize(sample, tokenizer, folder, "sample")
         assert "tokenizing sample" in progress.getvalue()
         assert tokens.max() == 256 and tokenizer.decode(tokens.tolist()) == sample
-        [cache] = pathlib.Path(folder).glob("*.bin")
-        stamp = cache.stat().st_mtime_ns
-        assert (train.tokenize(sample, tokenizer, folder, "sample") == tokens).all()
-        assert cache.stat().st_mtime_ns == stamp, "tokenized twice"
-        assert len(list(pathlib.Path(folder).iterdir())) == 2, "left-over files"
+        assert len(os.listdir(folder)) == 2, "files are left over"
+        [cache] = pathlib.Path(folder).glob("*.npy")
+        for size, again in ((cache.stat().st_size, False), (5000, True), (10, True)):
+            os.truncate(cache, size)
+            with contextlib.redirect_stdout(io.StringIO()) as progress:
+                tokens = train.tokenize(sample, tokenizer, folder, "sample")
+            assert bool(progress.getvalue()) == again, f"{size} bytes of cache"
+            assert tokenizer.decode(tokens.tolist()) == sample
     return f"{len(text):,} characters; bytes of a text with accents", 0.0
 
 
@@ -596,11 +603,12 @@ def data_nanogpt_folder():
 
 
 class Branches(torch.nn.Module):
-    """A frozen parameter, one that a flag leaves unused, one that is never used, and a tied one."""
+    """Parameters that are frozen, unused by a flag, never used, or tied and transposed."""
 
     def __init__(self):
         super().__init__()
         self.inner, self.outer = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+        self.inner.weight = torch.nn.Parameter(self.inner.weight.detach().T)  # strides (1, 5)
         self.outer.weight = self.inner.weight
         self.sometimes, self.never = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
         self.frozen = torch.nn.Linear(5, 5).requires_grad_(False)
@@ -630,8 +638,10 @@ def naive_any_module():
             for other in per_rank[1:]:
                 share = 0 if other[name] is None else other[name] * (1 / W)
                 expected[name] = expected[name] + share
+    before = mine.inner.weight.grad
     average_gradients(mine)
     assert mine.never.weight.grad is None and mine.frozen.weight.grad is None
+    assert mine.inner.weight.grad is before and before.stride() == (1, 5), "not in place"
     ours = {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
     return f"{len(ours)} gradients against the sum by hand", same_bits(ours, expected)
 
@@ -673,7 +683,9 @@ def clipping_over_shards():
         assert torch.allclose(t, p.grad, rtol=1e-6, atol=0)
     before = [t.clone() for t in wholes]
     assert abs(clip_gradients_(wholes, math.inf) - 1) < 1e-5 and abs(total_norm(wholes) - 1) < 1e-5
-    same_bits(dict(enumerate(before)), dict(enumerate(wholes)))  # below the limit nothing moves
+    same_bits(dict(enumerate(before)), dict(enumerate(wholes)))  # inf only measures
+    assert clip_gradients_(broken := [torch.tensor([math.inf, 1.0])], math.inf) == math.inf
+    assert broken[0].tolist() == [math.inf, 1.0]
     return "4 tensors of 1 to 1000 elements, torch's function too", 0.0
 
 
@@ -830,7 +842,8 @@ def bad_input_is_one_line():
             (f"--dataset {data}/beyond", "token 299"), (f"--dataset {data}", "no train.bin"),
             (f"--dataset {HERE}/model.py --block_size 1024 --global_batch_size 64",
              "--global_batch_size 64"),
-            (f"--out_dir {data}/file", f"{data}/file"),
+            (f"--out_dir {data}/file", f"{data}/file"), ("--threads 99999", "--threads 99999"),
+            (f"--n_embd {10**12}", "out of memory"),
         ]
         for flags, expected in cases:
             argv = ["--out_dir", f"{folder}/out", *flags.split()]
@@ -889,6 +902,18 @@ def command_line_ends_on_same_bits():
         assert len({result[key] for result, _ in outputs}) == 1, (key, outputs)
     assert len({text for _, text in outputs}) == 1, "the sample texts differ"
     return "hash, losses, sample and metrics of five runs", 0.0
+
+
+@check([dict(W=1)])
+def diverged_run_reports():
+    """A run whose loss has become nan still ends with its RESULT, null where there is no number."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [*TINY, "--out_dir", folder, "--lr", "1e30", "--warmup_steps", "0"]
+        code, stdout, stderr = run_main(argv)
+    *_, sample, result = stdout.splitlines()
+    assert code == 0 and not stderr and sample.startswith("no sample: "), (code, stdout, stderr)
+    assert json.loads(result.removeprefix("RESULT "))["train_loss"] is None
+    return "exit status and the last two lines", 0.0
 
 
 @check([dict(W=1)])
