@@ -154,12 +154,15 @@ def check(config):
 
 def refuse(message):
     """Print message, return exit status 2. All ranks come here; rank 0 speaks first."""
-    if int(os.environ.get("RANK", 0)):
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if rank > 0:
         # torchrun answers rank 0's exit by SIGTERM to the rest, who then end alike, in silence. A
         # rank that is alone in its trouble (a file missing on its host) outlives the wait.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-        time.sleep(3)
+        time.sleep(5)
     print(f"train.py: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    if rank == 0 and world_size > 1:
+        time.sleep(1)  # for the rest to come as far as their handler
     return 2
 
 
