@@ -197,7 +197,7 @@ class GPT(nn.Module):
         1 / (3 in) is the variance of torch's own Linear and, at width 768, GPT-2's 0.02 squared.
         The factor on what is added to the residual stream keeps its variance independent of depth
         (GPT-2 paper, section 2.3). Numbers are drawn on the CPU, so that every device starts from
-        the same bits: about 10 ns each, which is a minute for 7B.
+        the same bits: about 4 ns each, half a minute for 7B.
         """
         self.lm_head.weight = self.wte.weight  # tied; here, since to_empty() unties
         for name, p in self.named_parameters():

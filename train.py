@@ -243,7 +243,8 @@ def tokenize(text, tokenizer, out_dir, name):
     with file_lock(pathlib.Path(out_dir) / ".tokens.lock"):
         with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: it is truncated
             return np.load(path, mmap_mode="r")
-        lines, at_once, parts = text.splitlines(keepends=True), 400_000, []  # bounds lists of ids
+        lines, parts = text.splitlines(keepends=True), []
+        at_once = 400_000  # lines: a list of ids takes 8 bytes a token, an array 2
         dtype = np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32
         for start in range(0, len(lines), at_once):
             print(f"tokenizing {name} with {tokenizer.name}: line {start:,} of {len(lines):,}",
@@ -743,7 +744,7 @@ def main():
         check(config)
         stopped_at = train(config, start(config))
         stopped = stopped_at and f"after step {stopped_at}"
-    except (UserError, OSError) as error:  # an OSError names its file
+    except (UserError, OSError) as error:  # an OSError names its file in nearly all cases
         status = refuse(error)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
