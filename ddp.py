@@ -1,28 +1,49 @@
 """Data parallelism: every rank holds the whole model, reads its own part of the batch, and all
 ranks step with the mean of their gradients.
 
-This is the simplest correct form of what torch's DistributedDataParallel does in 2,700 lines of
-Python and a C++ reducer: after the backward, one collective per parameter,
+    model = DDP(module)                      # as torch.nn.parallel.DistributedDataParallel
+    loss = model(x, y)
+    loss.backward()                          # on return every `.grad` is the mean over ranks
+    model.clip_grad_norm_(1.0)
+    optimizer.step(); optimizer.zero_grad()
 
-    loss.backward()
-    average_gradients(module)
-    clip_gradients_([p.grad for p in module.parameters() if p.grad is not None], 1.0)
-    optimizer.step()
+Replaces torch's DDP: 2,700 lines of Python and a C++ reducer of about the same length. How it works
+(Li et al., arXiv 2006.15704, section 3.2): parameters fall into buckets of some 25 MB, in reverse
+order, since the backward reaches the last ones first. A hook on each parameter moves its gradient,
+times 1/W, into the bucket's flat buffer; a full bucket is summed over ranks while the backward goes
+on; a callback at the end of the backward waits for what is still under way.
 
-How it differs: nothing overlaps and nothing is bucketed, so the training thread waits for all of
-the communication. In return it can be read at a glance, and its result is exact to define: the W
-contributions to an element are added in rank order, ((g0 + g1) + g2) + ..., whatever the size or
-place of the parameter. A ring all-reduce adds in an order that depends on the position in the
-buffer, so that at W >= 3 another layout gives other bits. Faster schemes are checked against this.
+How it differs: an element's W contributions are added in rank order, ((g0 + g1) + g2) + ..., whatever
+its place in the buffer, so the bucket size never changes a bit. A ring all-reduce adds in an order
+that depends on the place. `average_gradients` is the same result by one collective per parameter;
+everything else is checked against it.
 
-Cost per step: 4 Psi bytes of gradients sent to each of the W - 1 others (a ring sends 2/W of that),
-W copies of the largest gradient in memory, one small collective more for the flags.
+Cost: 4 Psi bytes of buckets, which are the gradients; 2 (W-1)/W Psi elements sent per step and rank
+(naive: (W-1) Psi); two small numbers per parameter to agree on which ones were used; at W >= 3 on
+gloo a scratch buffer of up to PIECE_BYTES and a thread.
 """
 
+import collections
+import concurrent.futures
+import contextlib
+import itertools
 import math
+import secrets
+import sys
+import time
+import weakref
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_map_only
+
+FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early; torch's default too
+PIECE_BYTES = 32 * 2**20  # largest part of a buffer exchanged at once: bounds the scratch buffer
+
+
+# -------------------------------------------------------------------------------------------------
+# the oracle
 
 
 @torch.no_grad()
@@ -31,7 +52,7 @@ def average_gradients(module, process_group=None):
 
     A collective: every rank calls it after its backward. A parameter unused on some ranks counts as
     zero there; one that no rank used keeps `grad is None`, as in torch DDP with
-    `find_unused_parameters=True`.
+    `find_unused_parameters=True`. Nothing overlaps, nothing is bucketed: to be read at a glance.
     """
     W = dist.get_world_size(process_group)
     parameters = [p for p in module.parameters() if p.requires_grad]  # a tied weight appears once
@@ -49,18 +70,479 @@ def average_gradients(module, process_group=None):
         # Scaled before the sum, which would overflow in fp16; times 1/W as in torch's reducer,
         # since a division gives other bits at W = 3.
         p.grad.mul_(1 / W)
-        p.grad.copy_(sum_in_rank_order(p.grad, process_group))  # in place: keeps strides and views
+        mine = p.grad.contiguous()
+        contributions = [torch.empty_like(mine) for _ in range(W)]
+        dist.all_gather(contributions, mine, group=process_group)
+        add_in_rank_order(contributions, out=p.grad)  # in place: keeps strides and views
 
 
-def sum_in_rank_order(tensor, process_group=None):
-    """The sum of tensor over ranks, added in rank order: the same bits on every rank."""
-    tensor = tensor.contiguous()
-    contributions = [torch.empty_like(tensor) for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather(contributions, tensor, group=process_group)
+def add_in_rank_order(contributions, out):
+    """out = ((c0 + c1) + c2) + ...; overwrites c0. 16-bit ones are added in fp32, rounded once."""
     total = contributions[0]
+    if total.dtype.itemsize == 2:
+        total = total.float()
     for contribution in contributions[1:]:
         total += contribution  # not torch.sum over a stack, which regroups from W = 5 on
-    return total
+    if total is not out:
+        out.copy_(total)
+
+
+# -------------------------------------------------------------------------------------------------
+# the two collectives
+
+
+def adds_in_rank_order(flat, process_group):
+    """Whether flat is exchanged piece by piece and added here, or handed to a native collective."""
+    if flat.device.type == "cpu":
+        return True
+    nccl = "nccl" in dist.get_backend(process_group)  # gloo sends no CUDA tensors from rank to rank
+    return nccl and torch.are_deterministic_algorithms_enabled()
+
+
+def exchange(sends, receives, process_group, tag):
+    """Start to send and to receive; both are {peer's rank in the group: tensor}, empty ones skipped.
+
+    Returns [(peer, Work)] for `wait_for`.
+    """
+    ops = [dist.P2POp(op, tensor, group=process_group, tag=tag, group_peer=peer)
+           for op, tensors in ((dist.irecv, receives), (dist.isend, sends))
+           for peer, tensor in tensors.items() if tensor.numel()]
+    works = dist.batch_isend_irecv(ops) if ops else []  # NCCL returns one for all
+    return [(op.group_peer, work) for op, work in zip(ops, works)]
+
+
+def wait_for(works):
+    """Wait for what `exchange` started. Raises RuntimeError naming the peer that did not answer."""
+    for peer, work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"nothing came from or went to rank {peer}: {error}") from error
+
+
+def chunks_and_peers(flat, process_group):
+    """flat cut into W chunks, the r-th one rank r's; this rank; the others, its neighbour first."""
+    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
+    return flat.tensor_split(W), rank, [(rank + distance) % W for distance in range(1, W)]
+
+
+def reduce_scatter(flat, process_group=None, tag=0, scratch=None):
+    """Sum flat, 1-D, over ranks, each rank its own chunk, in place. Other chunks stay as they were.
+
+    scratch: (W-1)/W of flat's elements or more, for what arrives. Reused, it saves the page faults
+    of fresh memory, which cost a sixth of the time of a backward at W = 4.
+    """
+    chunks, rank, peers = chunks_and_peers(flat, process_group)
+    own = chunks[rank]
+    if not adds_in_rank_order(flat, process_group):
+        native = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        native(own, flat, group=process_group)
+        return
+    if scratch is None:
+        scratch = torch.empty_like(flat)
+    room = scratch[:len(peers) * own.numel()].view(len(peers), own.numel())
+    received = dict(zip(peers, room))
+    wait_for(exchange({q: chunks[q] for q in peers}, received, process_group, tag))
+    received[rank] = own
+    add_in_rank_order([received[q] for q in sorted(received)], out=own)
+
+
+def all_gather(flat, process_group=None, tag=0):
+    """Start to fill all chunks of flat, 1-D, from the ranks that own them -> works for `wait_for`.
+
+    May follow a `reduce_scatter` of flat at once: a chunk arrives only after its owner has received
+    this rank's part of it.
+    """
+    chunks, rank, peers = chunks_and_peers(flat, process_group)
+    if not adds_in_rank_order(flat, process_group):
+        native = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return [(rank, native(flat, chunks[rank], group=process_group, async_op=True))]
+    return exchange({q: chunks[rank] for q in peers}, {q: chunks[q] for q in peers},
+                    process_group, tag)
+
+
+def all_reduce(flat, process_group=None, tag=0, scratch=None):
+    """Sum flat, 1-D, over ranks, in place: a piece is gathered while the next one is reduced."""
+    gathers = []
+    for piece in flat.split(PIECE_BYTES // flat.element_size()):
+        reduce_scatter(piece, process_group, tag, scratch)
+        gathers += all_gather(piece, process_group, tag)
+    wait_for(gathers)
+
+
+# -------------------------------------------------------------------------------------------------
+# buckets
+
+
+class Bucket:
+    """A flat buffer and the parameters whose gradients live in it; to a comm hook, a GradBucket.
+
+        put     a parameter's gradient arrives
+        wait    set by the launch: blocks until the buffer holds the mean, or the hook's result
+    """
+
+    def __init__(self, index, is_last, parameters):
+        self._index, self._is_last, self._parameters = index, is_last, parameters
+        n = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(n, dtype=parameters[0].dtype, device=parameters[0].device)
+        self._buffer = self.flat
+        self.views = dict(zip(parameters, self.gradients()))
+        self.arrived = set()  # parameters with a gradient in this backward
+        self.wait = None
+
+    def complete(self):
+        return len(self.arrived) == len(self._parameters)
+
+    def put(self, p, scale):
+        """Move p.grad, times scale, into the buffer; then `p.grad` is the view of it."""
+        view = self.views[p]
+        if p.grad is None:
+            view.zero_()  # not used here, maybe elsewhere
+        elif p.grad is view:
+            view.mul_(scale)  # accumulated in place, see `DDP._on_gradient`
+        else:
+            torch.mul(p.grad, scale, out=view)  # one pass over memory, not a copy and a division
+            p.grad = view  # frees the gradient that autograd made
+
+    # torch.distributed.GradBucket
+
+    def index(self):
+        return self._index
+
+    def is_last(self):
+        return self._is_last
+
+    def parameters(self):
+        return self._parameters
+
+    def buffer(self):
+        return self._buffer
+
+    def set_buffer(self, buffer):
+        self._buffer = buffer
+
+    def gradients(self):
+        """Views of the buffer with the shapes and strides that the parameters' gradients have."""
+        views, offset = [], 0
+        for p in self._parameters:
+            strides = torch.empty_like(p, device="meta").stride()  # dense, in p's memory order
+            views.append(self._buffer.as_strided(p.shape, strides, offset))
+            offset += p.numel()
+        return views
+
+
+# -------------------------------------------------------------------------------------------------
+# the wrapper
+
+
+class DDP(torch.nn.Module):
+    """Average gradients over the ranks of process_group during every backward of module.
+
+    device_ids: None, or the one CUDA device of module, to which inputs are moved.
+    bucket_cap_mb: a bucket is full at this size; the first of each device and dtype at 1 MB.
+    find_unused_parameters: accept that a backward leaves parameters out. One that some rank used
+    counts as zero elsewhere; one that no rank used keeps its gradient, None. Otherwise every rank
+    raises RuntimeError, naming them.
+    broadcast_buffers: rank 0's buffers go to all ranks before a forward, as in torch.
+
+    Raises RuntimeError on every rank, naming the first difference, where ranks wrap modules that
+    differ in names, shapes, dtypes or frozen parameters.
+
+    Names and meaning as in torch.nn.parallel.DistributedDataParallel. Also right here: parameters
+    frozen or thawed between steps, a change of dtype or device, several backwards of one forward.
+    Refused: `backward(create_graph=True)`, activation checkpointing with use_reentrant=True, sparse
+    gradients. Ranks must make the same number of backwards: there is no join().
+    """
+
+    def __init__(self, module, device_ids=None, process_group=None, bucket_cap_mb=25,
+                 find_unused_parameters=False, broadcast_buffers=True):
+        super().__init__()
+        device = next((p.device for p in module.parameters() if p.requires_grad), None)
+        if device is None:
+            raise RuntimeError("DDP: no parameter of this module requires a gradient")
+        if device_ids and (len(device_ids) > 1 or device.type == "cpu"):
+            raise ValueError(f"device_ids {device_ids}: give the module's one device, None on CPU")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb {bucket_cap_mb}: must be above 0")
+        self.module = module
+        self.input_device = device if device_ids else None
+        self.bucket_cap_mb = bucket_cap_mb
+        self.find_unused_parameters = find_unused_parameters
+        self.broadcast_buffers = broadcast_buffers
+        self.require_backward_grad_sync = True
+        self._comm_hook, self._comm_state = None, None
+        self._start(process_group)
+        self._build_buckets()
+        self._broadcast([*module.parameters(), *module.buffers()])
+
+    def _start(self, process_group):
+        """What belongs to this process, and what a copy makes anew. Not a collective."""
+        self.process_group = process_group or dist.group.WORLD
+        self.world_size = dist.get_world_size(process_group)
+        self.exposed_s = 0.0  # seconds that the last backward waited for communication
+        self._names = {p: name for name, p in self.module.named_parameters()
+                       if p.is_floating_point() or p.is_complex()}  # a tied one once
+        self._layout, self._buckets, self._bucket_of = None, [], {}
+        self._task, self._n_launched = None, 0  # the engine's number of the backward under way
+        self._used = set()  # parameters that had a gradient since the last synchronisation
+        self._sync_buffers = True  # before the next forward
+        # One thread, so first in, first out: waits for peers and adds while the backward goes on.
+        self._lane = concurrent.futures.ThreadPoolExecutor(1, "ddp")
+        self._scratch = {}  # dtype -> tensor
+        on_gradient = weakref.WeakMethod(self._on_gradient)  # p must not keep its wrapper alive
+        for p in self._names:
+            trained = p.requires_grad
+            p.requires_grad_(True)  # or it takes no hook, and would have none once it is thawed
+            handle = p.register_post_accumulate_grad_hook(lambda p: on_gradient()(p))
+            p.requires_grad_(trained)
+            weakref.finalize(self, handle.remove).atexit = False
+
+    def __getstate__(self):
+        """For deepcopy and pickle. The copy is in the default group and builds its buckets in its
+        first backward; copying is no collective, so that one rank alone may keep an average."""
+        here = {"process_group", "_names", "_layout", "_buckets", "_bucket_of", "_used", "_lane",
+                "_scratch"}
+        return {name: value for name, value in vars(self).items() if name not in here}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._start(None)
+
+    def _current_layout(self):
+        return [(id(p), p.dtype, p.device) for p in self._names if p.requires_grad]
+
+    def _build_buckets(self):
+        """Divide the trainable parameters among buckets. A collective; raises if ranks differ."""
+        self._check_ranks_agree()
+        self._layout = self._current_layout()
+        cap, full, filling = int(self.bucket_cap_mb * 2**20), [], {}
+        caps = collections.defaultdict(lambda: min(FIRST_BUCKET_BYTES, cap))
+        for p in reversed(self._names):
+            if p.requires_grad:
+                kind = (p.device, p.dtype)
+                filling.setdefault(kind, []).append(p)
+                if sum(q.numel() * q.element_size() for q in filling[kind]) >= caps[kind]:
+                    full.append(filling.pop(kind))  # in the order in which backwards fill them
+                    caps[kind] = cap
+        full += filling.values()
+        self._buckets = [Bucket(i, i == len(full) - 1, ps) for i, ps in enumerate(full)]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
+
+    def _check_ranks_agree(self):
+        """Raise on every rank, naming the first difference, where ranks wrap different modules."""
+        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+        lines = [f"bucket_cap_mb={self.bucket_cap_mb}", *(
+            f"{name} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}"
+            for name, t in tensors)]
+        views = [None] * self.world_size
+        # With it goes rank 0's choice of a tag, lest two wrappers take each other's messages.
+        dist.all_gather_object(views, (secrets.randbits(31), lines), group=self.process_group)
+        self._tag, expected = views[0]
+        for rank, (_, found) in enumerate(views):
+            for ours, theirs in itertools.zip_longest(expected, found, fillvalue="nothing more"):
+                if ours != theirs:
+                    raise RuntimeError(f"DDP: ranks wrap different modules: where rank 0 has "
+                                       f"{ours}, rank {rank} has {theirs}")
+
+    @torch.no_grad()
+    def _broadcast(self, tensors):
+        """Overwrite tensors by rank 0's, as bytes: one collective a device, whatever the dtypes."""
+        for device in dict.fromkeys(t.device for t in tensors if self.world_size > 1):
+            # .data: autograd may have saved a buffer, and need not hear of its new value.
+            there = [t.data for t in tensors if t.device == device]
+            parts = [t.contiguous().view(-1).view(torch.uint8) for t in there]
+            together = torch.cat(parts)
+            dist.broadcast(together, group_src=0, group=self.process_group)
+            for t, part, source in zip(there, parts, together.split([len(p) for p in parts])):
+                part.copy_(source)
+                if not t.is_contiguous():
+                    t.copy_(part.view(t.dtype).view(t.shape))
+
+    # ---- forward
+
+    def forward(self, *inputs, **kwargs):
+        if self._sync_buffers and self.broadcast_buffers:
+            self._broadcast(list(self.module.buffers()))
+        # As torch has it: not after a forward that evaluates, or that accumulates.
+        self._sync_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self.input_device is not None:
+            inputs, kwargs = tree_map_only(
+                torch.Tensor, lambda t: t.to(self.input_device), (inputs, kwargs))
+        return self.module(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards in here only accumulate, in the buckets; the next one outside averages."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # ---- backward
+
+    def _on_gradient(self, p):
+        """Hook of p: autograd has added all that this backward adds to p.grad."""
+        if p.grad.layout != torch.strided:
+            raise RuntimeError(f"DDP: the gradient of {self._names[p]} is sparse, which is not "
+                               f"supported: use sparse=False")
+        if self._task != torch._C._current_graph_task_id():
+            self._begin_backward()
+        if not p.requires_grad:  # frozen since the forward
+            return
+        bucket = self._bucket_of[p]
+        self._used.add(p)
+        if not self.require_backward_grad_sync:
+            bucket.put(p, 1.0)  # beside the bucket it would take 4 Psi bytes more
+            return
+        bucket.put(p, self._scale())
+        bucket.arrived.add(p)
+        # Strictly by index: ranks may complete buckets in different orders.
+        while self._n_launched < len(self._buckets) and self._buckets[self._n_launched].complete():
+            self._launch(self._buckets[self._n_launched])
+
+    def _scale(self):
+        return 1 / self.world_size if self._comm_hook is None else 1.0  # a hook takes the mean
+
+    def _begin_backward(self):
+        if torch.is_grad_enabled():
+            raise RuntimeError("DDP: backward(create_graph=True) is not supported, since the mean "
+                               "is not recorded: use torch.autograd.grad inside the loss")
+        if inside_a_backward():
+            raise RuntimeError("DDP: a backward inside a backward is not supported: in activation "
+                               "checkpointing pass use_reentrant=False")
+        for bucket in self._buckets[:self._n_launched]:  # left by a backward that raised
+            with contextlib.suppress(RuntimeError):
+                bucket.wait()
+        self._reset()
+        if self._layout != self._current_layout():  # frozen, thawed, moved or cast since
+            self._build_buckets()
+        self._task = torch._C._current_graph_task_id()
+        if self.require_backward_grad_sync:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _reset(self):
+        self._task, self._n_launched = None, 0
+        for bucket in self._buckets:
+            bucket.arrived.clear()
+
+    def _launch(self, bucket):
+        """Start to reduce a bucket, all of whose gradients are in place."""
+        self._n_launched += 1
+        if self._comm_hook is None:
+            bucket.wait = self._start_all_reduce(bucket.flat)
+            return
+        if bucket.index() > 0 and bucket.flat.device.type == "cpu":
+            # gloo matches collectives by their number, and a hook may start some in a callback.
+            self._buckets[bucket.index() - 1].wait()
+        bucket.set_buffer(bucket.flat)
+        bucket.wait = self._comm_hook(self._comm_state, bucket).wait
+
+    def _start_all_reduce(self, flat):
+        """Start to sum flat over ranks in place -> a function that waits for it."""
+        if self.world_size == 1:
+            return lambda: None
+        # A sum of two has one order: at W = 2 the native collective gives the same bits.
+        if self.world_size == 2 or not adds_in_rank_order(flat, self.process_group):
+            return dist.all_reduce(flat, group=self.process_group, async_op=True).wait
+        if flat.dtype not in self._scratch:
+            largest = max(bucket.flat.numel() for bucket in self._buckets)
+            self._scratch[flat.dtype] = flat.new_empty(
+                min(largest, PIECE_BYTES // flat.element_size()))
+        arguments = flat, self.process_group, self._tag, self._scratch[flat.dtype]
+        if flat.device.type == "cpu":
+            return self._lane.submit(all_reduce, *arguments).result
+        all_reduce(*arguments)  # on CUDA streams keep the order
+        return lambda: None
+
+    @torch.no_grad()
+    def _end_backward(self):
+        """The engine's callback after a backward: launch what is left, wait, agree on what is used.
+        """
+        for bucket in self._buckets[self._n_launched:]:
+            for p in bucket.parameters():
+                if p not in bucket.arrived:
+                    bucket.put(p, self._scale())  # no gradient, or one from no_sync()
+            self._launch(bucket)
+        if self._buckets[0].flat.is_cuda:
+            torch.cuda.current_stream().synchronize()  # lest the clock show the backward too
+        start_s = time.perf_counter()
+        for bucket in self._buckets:
+            self._finish(bucket)
+        unused = self._agree_on_use()
+        self.exposed_s = time.perf_counter() - start_s
+        self._reset()
+        self._used.clear()
+        if unused and not self.find_unused_parameters:
+            raise RuntimeError(f"DDP: no gradient in this backward for {', '.join(unused)}. Freeze "
+                               f"them, or pass find_unused_parameters=True if this is meant")
+
+    def _finish(self, bucket):
+        """Wait for a bucket; a hook may have left its result elsewhere."""
+        try:
+            result = bucket.wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"DDP, rank {dist.get_rank(self.process_group)}: bucket {bucket.index() + 1} of "
+                f"{len(self._buckets)}, from {self._names[bucket.parameters()[0]]} on, was not "
+                f"averaged: a rank has died or makes fewer backwards than others (uneven inputs "
+                f"are not supported). {error}") from error
+        if self._comm_hook is not None:
+            result = result if isinstance(result, torch.Tensor) else result[0]
+            if result.data_ptr() != bucket.flat.data_ptr():
+                bucket.flat.copy_(result)
+
+    def _agree_on_use(self):
+        """Give a parameter that has a gradient on some rank its gradient here too.
+
+        Returns the names of those that some rank did not use. Costs an all-reduce of two numbers a
+        parameter, and on CUDA a wait of the CPU for the backward.
+        """
+        views = {p: view for bucket in self._buckets for p, view in bucket.views.items()}
+        counts = torch.tensor([[p.grad is not None for p in views], [p in self._used for p in views]],
+                              dtype=torch.int32, device=self._buckets[0].flat.device)
+        if self.world_size > 1:
+            dist.all_reduce(counts, group=self.process_group)
+        unused = []
+        for (p, view), n_gradients, n_used in zip(views.items(), *counts.tolist()):
+            if n_gradients and p.grad is None:
+                p.grad = view
+            if n_used < self.world_size:
+                unused.append(f"{self._names[p]} (unused on {self.world_size - n_used} of "
+                              f"{self.world_size} ranks)")
+        return unused
+
+    # ---- beside the backward
+
+    def register_comm_hook(self, state, hook):
+        """From now on hook(state, bucket) -> Future reduces each bucket, taking the mean included.
+
+        bucket: a `Bucket`, which has the methods of torch.distributed.GradBucket.
+        """
+        if not callable(hook) or self._comm_hook is not None:
+            raise RuntimeError("register_comm_hook: give one function, and only once")
+        self._comm_state, self._comm_hook = state, hook
+
+    def clip_grad_norm_(self, max_norm):
+        """Scale gradients in place to a total norm of at most max_norm; return the norm before,
+        a float64 scalar, the same on every rank."""
+        return clip_gradients_([p.grad for p in self._names if p.grad is not None], max_norm)
+
+
+def inside_a_backward():
+    """Whether an autograd.Function on this thread's stack is in the middle of its backward."""
+    frame = sys._getframe()
+    while frame is not None:
+        first = frame.f_code.co_varnames[:1]
+        if first and isinstance(frame.f_locals.get(first[0]), BackwardCFunction):
+            return True
+        frame = frame.f_back
+    return False
+
+
+# -------------------------------------------------------------------------------------------------
+# clipping
 
 
 def total_norm(tensors, process_group=None):

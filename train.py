@@ -1,7 +1,8 @@
 """Train a GPT in one process, or data-parallel in several; the mode is one flag.
 
     python train.py                                             # one process
-    torchrun --nproc_per_node=2 train.py --mode naive           # two ranks on this machine
+    torchrun --nproc_per_node=2 train.py                        # two ranks, --mode ddp
+    torchrun --nproc_per_node=2 train.py --mode naive           # the oracle
     torchrun --nproc_per_node=2 train.py --mode torch-ddp       # torch's own, as references
     torchrun --nproc_per_node=2 train.py --mode torch-fsdp
     python train.py --dataset shakespeare.txt --max_steps 2000  # a text file
@@ -52,7 +53,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp import average_gradients, clip_gradients_, total_norm
+from ddp import DDP, average_gradients, clip_gradients_, total_norm
 from model import GPT, GPTConfig, PRESETS, peak_flops
 
 
@@ -60,7 +61,7 @@ from model import GPT, GPTConfig, PRESETS, peak_flops
 @dataclass
 class Config:
     # run
-    mode: str | None = None  # single naive torch-ddp torch-fsdp; single alone, ddp under torchrun
+    mode: str | None = None  # single naive ddp torch-ddp torch-fsdp; alone single, else ddp
     max_steps: int = 800  # optimizer steps
     seed: int = 1337  # of the weights, the order of samples and the sample text
     out_dir: str = "out"  # for metrics.jsonl and the cache of tokens
@@ -84,6 +85,9 @@ class Config:
     micro_batch_size: int = 4  # sequences per rank and backward
     # precision
     dtype: str = "fp32"  # fp32, or autocast to bf16 or fp16, fp16 with a gradient scaler
+    # data parallelism
+    bucket_cap_mb: float = 25.0  # gradients reduced at once by ddp and torch-ddp, in MB
+    find_unused_parameters: bool = False  # ddp, torch-ddp: parameters may stay without a gradient
     # optimizer: AdamW
     lr: float = 3e-3  # peak learning rate
     min_lr: float | None = None  # where the cosine ends; lr / 10 unless given
@@ -99,11 +103,12 @@ class Config:
 # -------------------------------------------------------------------------------------------------
 
 
-MODES = ("single", "naive", "torch-ddp", "torch-fsdp")
-LATER_MODES = ("ddp", "zero1", "zero2", "zero3")
+MODES = ("single", "naive", "ddp", "torch-ddp", "torch-fsdp")
+LATER_MODES = ("zero1", "zero2", "zero3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2",
-               "grad_clip", "eval_steps", "sample_tokens"}  # every other number is at least 1
+               "grad_clip", "eval_steps", "sample_tokens"}
+AT_LEAST = {"bucket_cap_mb": 1e-6}  # every other number: 1
 BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "threads": 1025, "timeout_s": 1e6}  # others: inf
 
 
@@ -142,7 +147,8 @@ def check(config):
         if getattr(config, name) not in choices:
             raise UserError(f"--{name} {getattr(config, name)}: choose one of {' '.join(choices)}")
     for name, value in vars(config).items():
-        smallest, bound = int(name not in MAY_BE_ZERO), BELOW.get(name, math.inf)
+        smallest = 0 if name in MAY_BE_ZERO else AT_LEAST.get(name, 1)
+        bound = BELOW.get(name, math.inf)
         if type(value) in (int, float) and not smallest <= value < bound:  # nan is in no range
             raise UserError(f"--{name} {value}: must be at least {smallest} and below {bound}")
     if config.min_lr > config.lr:
@@ -427,9 +433,15 @@ def wrap(model, config, worker):
     """The module whose forward the loop calls: the model, or what its mode puts around it."""
     if config.compile:
         model.compile_blocks()
+    options = dict(device_ids=[worker.device] if worker.device.type == "cuda" else None,
+                   bucket_cap_mb=config.bucket_cap_mb,
+                   find_unused_parameters=config.find_unused_parameters)
+    if config.mode == "ddp":
+        return DDP(model, **options)
     if config.mode == "torch-ddp":
-        device_ids = [worker.device] if worker.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=device_ids)
+        if config.bucket_cap_mb == 25:
+            options["bucket_cap_mb"] = None  # 25 too, but only then is torch's first bucket small
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
     if config.mode == "torch-fsdp":
         mesh = init_device_mesh(worker.device.type, (worker.world_size,))
         for block in model.blocks:
@@ -455,7 +467,7 @@ def whole(tensor):
 
 def set_gradient_sync(model, on):
     """Whether the next backward exchanges gradients, for the wrappers that do so by themselves."""
-    if isinstance(model, DistributedDataParallel):
+    if hasattr(model, "require_backward_grad_sync"):
         model.require_backward_grad_sync = on  # what no_sync() sets, without a second code path
     elif hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(on)
@@ -526,6 +538,8 @@ def finish_gradients(model, config, worker):
     Returns the seconds that the training thread waited for communication; None in the torch modes,
     which wait inside their backward, where it cannot be seen from here.
     """
+    if config.mode == "ddp":
+        return model.exposed_s
     if config.mode != "naive":
         return 0.0 if config.mode == "single" else None
     worker.synchronize()
