@@ -35,7 +35,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_map_only
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early; torch's default too
@@ -129,8 +128,8 @@ def chunks_and_peers(flat, process_group):
 def reduce_scatter(flat, process_group=None, tag=0, scratch=None):
     """Sum flat, 1-D, over ranks, each rank its own chunk, in place. Other chunks stay as they were.
 
-    scratch: (W-1)/W of flat's elements or more, for what arrives. Reused, it saves the page faults
-    of fresh memory, which cost a sixth of the time of a backward at W = 4.
+    scratch: W - 1 chunks or more, for what arrives. Reused, it saves the page faults of fresh
+    memory: a tenth of forward and backward of 32M parameters at W = 4.
     """
     chunks, rank, peers = chunks_and_peers(flat, process_group)
     own = chunks[rank]
@@ -139,7 +138,7 @@ def reduce_scatter(flat, process_group=None, tag=0, scratch=None):
         native(own, flat, group=process_group)
         return
     if scratch is None:
-        scratch = torch.empty_like(flat)
+        scratch = flat.new_empty(len(peers) * own.numel())
     room = scratch[:len(peers) * own.numel()].view(len(peers), own.numel())
     received = dict(zip(peers, room))
     wait_for(exchange({q: chunks[q] for q in peers}, received, process_group, tag))
@@ -448,8 +447,8 @@ class DDP(torch.nn.Module):
             return dist.all_reduce(flat, group=self.process_group, async_op=True).wait
         if flat.dtype not in self._scratch:
             largest = max(bucket.flat.numel() for bucket in self._buckets)
-            self._scratch[flat.dtype] = flat.new_empty(
-                min(largest, PIECE_BYTES // flat.element_size()))
+            largest = min(largest, PIECE_BYTES // flat.element_size())
+            self._scratch[flat.dtype] = flat.new_empty(largest + self.world_size)
         arguments = flat, self.process_group, self._tag, self._scratch[flat.dtype]
         if flat.device.type == "cpu":
             return self._lane.submit(all_reduce, *arguments).result
@@ -531,11 +530,11 @@ class DDP(torch.nn.Module):
 
 
 def inside_a_backward():
-    """Whether an autograd.Function on this thread's stack is in the middle of its backward."""
+    """Whether this thread is in the middle of the `backward(ctx, ...)` of an autograd.Function."""
     frame = sys._getframe()
     while frame is not None:
-        first = frame.f_code.co_varnames[:1]
-        if first and isinstance(frame.f_locals.get(first[0]), BackwardCFunction):
+        # Told by its code: looking at f_locals would keep every caller's tensors alive.
+        if frame.f_code.co_name == "backward" and frame.f_code.co_varnames[:1] == ("ctx",):
             return True
         frame = frame.f_back
     return False

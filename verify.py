@@ -19,6 +19,7 @@ Cost: 1 + 2 + 3 + 4 processes of 205 MB each, of which 12 MB are their own and t
 
 import argparse
 import contextlib
+import copy
 import datetime
 import inspect
 import io
@@ -38,16 +39,21 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+import ddp
 import model
 import train
-from ddp import average_gradients, clip_gradients_, sum_in_rank_order, total_norm
+from ddp import DDP, average_gradients, clip_gradients_, total_norm
 from model import GPT, GPTConfig, PRESETS, explicit_attention, peak_flops, rotate_half
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -646,22 +652,679 @@ def naive_any_module():
     return f"{len(ours)} gradients against the sum by hand", same_bits(ours, expected)
 
 
-@check([dict(W=W) for W in (2, 3, 4)])
-def naive_sums_in_rank_order():
-    """An element's sum depends on its contributions alone, not on its place in the tensor."""
-    W = dist.get_world_size()
+class Tied(torch.nn.Module):
+    """An embedding whose weight is the output layer's too: used first and last."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x, flag):
+        return self.head(self.embedding((10 * x.abs()).long() % 11)).logsumexp(-1).mean()
+
+
+class LowRank(torch.nn.Module):
+    """A frozen layer with a trained correction of rank one."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.Linear(5, 5).requires_grad_(False)
+        self.down, self.up = torch.nn.Linear(5, 1, bias=False), torch.nn.Linear(1, 5, bias=False)
+
+    def forward(self, x, flag):
+        return (self.base(x) + self.up(self.down(x))).square().mean()
+
+
+class MixedDtypes(torch.nn.Module):
+    """Layers in fp32, fp64 and bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(5, 5, dtype=dtype)
+            for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32))
+
+    def forward(self, x, flag):
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return x.square().mean()
+
+
+class Normed(torch.nn.Module):
+    """Batch normalisation, whose buffers follow the batches of a rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7),
+                                          torch.nn.ReLU(), torch.nn.Linear(7, 2))
+
+    def forward(self, x, flag):
+        return self.layers(x).square().mean()
+
+
+class Uneven(torch.nn.Module):
+    """Parameters of 0, 1, 7 and 1001 elements and of no dimension; one layer called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.wide = torch.nn.Linear(5, 5), torch.nn.Linear(5, 1001, bias=False)
+        self.parts = torch.nn.ParameterList(torch.randn(shape) for shape in ((), (1,), (0,), (7,)))
+
+    def forward(self, x, flag):
+        x = self.layer(self.layer(x).tanh() * self.parts[0] + self.parts[1])
+        return self.wide(x).square().mean() + self.parts[2].sum() + self.parts[3].exp().mean()
+
+
+class Scalar(torch.nn.Module):
+    """Another module's output, or the loss of a small GPT, as a scalar."""
+
+    def __init__(self, build):
+        super().__init__()
+        self.inner = build()
+
+    def forward(self, x, flag):
+        if isinstance(self.inner, GPT):
+            idx = (10 * x.abs()).long()
+            return self.inner(idx, idx.flip(0))[1]
+        return self.inner(x, flag).square().mean()
+
+
+ZOO = dict(gpt=lambda: Scalar(small_model), branches=lambda: Scalar(Branches), tied=Tied,
+           recomputed=lambda: Scalar(lambda: small_model(activation_checkpointing=True)),
+           low_rank=LowRank, mixed_dtypes=MixedDtypes, normed=Normed, uneven=Uneven)
+
+
+def zoo_module(name):
+    torch.manual_seed(0)
+    return ZOO[name]()
+
+
+def zoo_loss(call, step, micro_step, rank):
+    """A scalar that depends on step, micro-step and rank, as do the branches it takes."""
+    seed = 1000 * step + 100 * micro_step + rank
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
+    return call(x, (step + rank) % 2 == 0)
+
+
+def snapshot(module):
+    """{name: copy} of all parameters, buffers and existing gradients."""
+    tensors = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
+    gradients = {f"{n}.grad": p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return {name: t.detach().clone() for name, t in {**tensors, **gradients}.items()}
+
+
+def zoo_steps(module, call, accumulation=1, clip=0, one_process_for=None, steps=3):
+    """Train; yield a snapshot per step, gradients included.
+
+    call: module itself, averaged naively, or its wrapper. one_process_for: no averaging, but the
+    micro batches of so many ranks are accumulated.
+    """
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2,
+                                  fused=False)
+    for step in range(steps):
+        for rank in range(one_process_for or 0):
+            (zoo_loss(call, step, 0, rank) / one_process_for).backward()
+        for micro_step in range(0 if one_process_for else accumulation):
+            alone = call is module or micro_step == accumulation - 1
+            with contextlib.nullcontext() if alone else call.no_sync():
+                loss = zoo_loss(call, step, micro_step, dist.get_rank())
+                (loss / accumulation).backward()
+        if call is module and not one_process_for:
+            average_gradients(module)
+        if clip:
+            clip_gradients_([p.grad for p in module.parameters() if p.grad is not None], clip)
+        yield snapshot(module)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same_steps(ours, theirs):
+    """Assert that two `zoo_steps` agree bit for bit after every step, and that they train."""
+    ours, theirs = list(ours), list(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        same_bits(a, b)
+    assert any(not torch.equal(ours[0][name], ours[-1][name]) for name in ours[0])
+
+
+def wrapped(name, **options):
+    """(module, its DDP): as drawn on rank 0, not here, since construction must make it so."""
+    module = zoo_module(name)
+    if dist.get_rank() > 0:
+        for p in module.parameters():
+            p.data.fill_(-7.0)
+    return module, DDP(module, **{**dict(find_unused_parameters=True), **options})
+
+
+def raises(kind, text, function, *arguments, **options):
+    """Assert that function raises kind with a message that matches the pattern text; return it."""
+    try:
+        function(*arguments, **options)
+    except kind as error:
+        assert re.search(text, str(error)), f"another message: {error}"
+        return str(error)
+    raise AssertionError(f"nothing was raised that matches {text!r}")
+
+
+@check([dict(W=W) for W in (1, 2, 3, 4)])
+def collectives_add_in_rank_order():
+    """reduce_scatter, all_gather and all_reduce give the sum in rank order, at every place."""
+    rank, W = dist.get_rank(), dist.get_world_size()
     contributions = [torch.randn(50, generator=torch.Generator().manual_seed(r)) for r in range(W)]
     by_hand = contributions[0].clone()
     for c in contributions[1:]:
         by_hand += c
-    for repeat in (1, 3, 17):
-        total = sum_in_rank_order(contributions[dist.get_rank()].repeat(repeat))
-        same_bits({"sum": total}, {"sum": by_hand.repeat(repeat)})
     backwards = contributions[-1].clone()
     for c in contributions[-2::-1]:
         backwards += c
-    assert W == 2 or not torch.equal(by_hand, backwards), "the order made no difference, so no test"
-    return "50 elements at 1, 3 and 17 places", 0.0
+    assert W < 3 or not torch.equal(by_hand, backwards), "the order made no difference, so no test"
+    for n in (0, 1, 2, 3, 49, 50):
+        mine = contributions[rank][:n].clone()
+        ddp.reduce_scatter(mine)
+        same_bits({"own": mine.tensor_split(W)[rank]}, {"own": by_hand[:n].tensor_split(W)[rank]})
+        ddp.wait_for(ddp.all_gather(mine))
+        same_bits({"all": mine}, {"all": by_hand[:n]})
+    for repeat, piece_bytes in ((1, 4), (3, 64), (17, 2**20)):
+        total = contributions[rank].repeat(repeat)
+        with mock.patch.object(ddp, "PIECE_BYTES", piece_bytes):
+            ddp.all_reduce(total)
+        same_bits({"sum": total}, {"sum": by_hand.repeat(repeat)})
+    halves = torch.tensor([256.0, 1.0, 1.0, 1.0])[rank].to(torch.bfloat16).view(1)
+    ddp.all_reduce(halves)
+    assert halves == torch.tensor(256.0 + W - 1).to(torch.bfloat16), "bf16 was added in bf16"
+    total = contributions[rank].repeat(W)
+    with mock.patch.object(ddp, "adds_in_rank_order", lambda *_: False):  # the native collectives
+        ddp.all_reduce(total)
+    assert torch.allclose(total, by_hand.repeat(W), atol=1e-6)
+    return "0 to 850 elements, pieces of 1 to 850, bf16; native calls", 0.0
+
+
+@check([dict(W=W, clip=clip) for W, clip in ((1, 0), (2, 0.05), (3, 0), (4, 0.05))],
+       full=grid(W=(1, 2, 3, 4), clip=(0, 0.05)), limit_s=120)
+def ddp_is_naive(clip):
+    """DDP gives naive's bits: any module, bucket size and accumulation, with and without clipping.
+    """
+    cases = grid(name=ZOO, accumulation=(1, 2, 4), clip=(clip,))
+    for case in cases:
+        name = case.pop("name")
+        module = zoo_module(name)
+        expected = list(zoo_steps(module, module, **case))
+        for cap in (1e-6, 0.001, 25):
+            module, call = wrapped(name, bucket_cap_mb=cap)
+            sizes = [p.numel() for p in module.parameters() if p.requires_grad]
+            n = {1e-6: sum(size > 0 for size in sizes), 25: 3 if name == "mixed_dtypes" else 1}
+            assert len(call._buckets) == n.get(cap, len(call._buckets))
+            found = list(zoo_steps(module, call, **case))
+            if name == "normed" and dist.get_rank() > 0:  # naive lets each rank keep its buffers
+                for step in (*expected, *found):
+                    for key in [key for key in step if "running" in key]:
+                        del step[key]
+            same_steps(found, expected)
+    return f"{len(ZOO)} modules, 3 bucket sizes, 1, 2, 4 micro-steps, clip {clip}", 0.0
+
+
+@check([dict(W=W) for W in (1, 2, 4)])
+def ddp_is_one_process():
+    """W ranks give the bits of one process that accumulates the same W micro batches."""
+    W, names = dist.get_world_size(), [name for name in ZOO if name != "normed"]
+    if W > 2:
+        names.remove("mixed_dtypes")  # 16-bit contributions are added in fp32: rounded once
+    for name, clip in itertools.product(names, (0, 0.05)):
+        alone, (module, call) = zoo_module(name), wrapped(name)
+        same_steps(zoo_steps(module, call, clip=clip),
+                   zoo_steps(alone, alone, clip=clip, one_process_for=W))
+    return f"{len(names)} modules, clip 0 and 0.05, 3 steps", 0.0
+
+
+@check([dict(W=2, accumulation=1), dict(W=2, accumulation=2)],
+       full=grid(W=(1, 2), accumulation=(1, 2, 4)))
+def ddp_is_torch_ddp(accumulation):
+    """At W = 2 torch DDP has the same bits: gradients, which are None, parameters and buffers."""
+    for name, cap in itertools.product(ZOO, (0.001, 25)):
+        theirs = zoo_module(name)
+        reference = DistributedDataParallel(theirs, gradient_as_bucket_view=True, bucket_cap_mb=cap,
+                                            find_unused_parameters=name == "branches")
+        module, call = wrapped(name, bucket_cap_mb=cap)
+        same_steps(zoo_steps(module, call, accumulation), zoo_steps(theirs, reference, accumulation))
+    return f"{len(ZOO)} modules, 2 bucket sizes, {accumulation} micro-steps, 3 steps", 0.0
+
+
+@check([dict(W=W) for W in (2, 3)])
+def ddp_overlaps():
+    """Buckets are launched by index, the first is summed before the last gradient exists, and there
+    is one collective a bucket and one more."""
+    rank, W, events = dist.get_rank(), dist.get_world_size(), []
+    module, call = wrapped("gpt", bucket_cap_mb=0.005)
+    last = module.inner.wte.weight
+    start, collective, all_reduce = DDP._start_all_reduce, dist.all_reduce, ddp.all_reduce
+
+    def record(kind, function):
+        return lambda *args, **kwargs: events.append(kind) or function(*args, **kwargs)
+
+    def last_gradient(_):
+        call._buckets[0].wait()  # would time out, were it not under way on all ranks
+        events.append("last gradient")
+
+    last.register_hook(last_gradient)  # runs before the gradient is accumulated
+    launched = []
+    with mock.patch.object(DDP, "_start_all_reduce",
+                           lambda self, flat: launched.append(flat) or start(self, flat)), \
+            mock.patch.object(dist, "all_reduce", record("collective", collective)), \
+            mock.patch.object(ddp, "all_reduce", record("exchange", all_reduce)):
+        zoo_loss(call, 0, 0, rank).backward()
+    n = len(call._buckets)
+    assert n > 5 and [f.data_ptr() for f in launched] == [b.flat.data_ptr() for b in call._buckets]
+    place = events.index("last gradient")
+    assert 0 < place < len(events) - 1, events
+    native = n if W == 2 else 0
+    assert events.count("collective") == native + 1 and events.count("exchange") == n - native
+    return f"{n} buckets, {len(events) - 1} collectives, {place} before the last gradient", 0.0
+
+
+@check([dict(W=W) for W in (2, 3, 4)])
+def ddp_ranks_out_of_step():
+    """Neither the order in which a rank's gradients arrive nor a rank that sleeps changes a bit."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    module, x = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(6))), torch.ones(2, 40)
+    copies = copy.deepcopy(module), copy.deepcopy(module)
+    orders = [range(6), range(5, -1, -1), (2, 0, 5, 1, 3, 4), (3, 5, 1, 0, 4, 2)]
+
+    def backward(net, owner):
+        sum(net[i](x * (rank + 1)).square().mean() for i in orders[rank]).backward()
+        average_gradients(net) if owner is None else None
+        return snapshot(net)
+
+    expected = backward(copies[0], None)
+    call = DDP(copies[1], bucket_cap_mb=1e-6)
+    for sleeper in range(dist.get_world_size()):
+        def sleep(*_):
+            time.sleep(0.1 * (sleeper == rank))
+
+        handles = [copies[1][3].weight.register_hook(sleep),  # before a gradient
+                   copies[1][1].weight.register_post_accumulate_grad_hook(sleep)]  # after a launch
+        start = DDP._start_all_reduce
+        with mock.patch.object(DDP, "_start_all_reduce",
+                               lambda self, flat: (sleep() if flat is self._buckets[4].flat else 0,
+                                                   start(self, flat))[1]):
+            same_bits(backward(copies[1], call), expected)
+        for handle in handles:
+            handle.remove()
+        call.zero_grad()
+        sleep()
+    return "4 orders of arrival; sleeps at 4 places on each rank", 0.0
+
+
+@check([dict(W=W) for W in (1, 2, 3)])
+def ddp_odd_steps():
+    """Like naive: two losses, two forwards, no backward, an exception, no_sync in every position.
+    """
+    rank = dist.get_rank()
+
+    def loss(call, i=0):
+        return zoo_loss(call, i, 0, rank)
+
+    def no_sync(call):
+        return call.no_sync() if isinstance(call, DDP) else contextlib.nullcontext()
+
+    def two_losses(call, average):
+        out = loss(call)
+        out.square().backward(retain_graph=True)
+        average()
+        out.exp().backward()
+
+    def two_forwards(call, average):
+        (loss(call, 0) + loss(call, 2)).backward()
+
+    def forward_only(call, average):
+        loss(call, 5)
+        with torch.no_grad():
+            loss(call, 4)
+        loss(call).backward()
+
+    def exception_in_forward(call, average):
+        handle = (call.module if isinstance(call, DDP) else call).register_forward_hook(fail)
+        raises(ZeroDivisionError, "planted", loss, call)
+        handle.remove()
+        loss(call).backward()
+
+    def exception_in_backward(call, average):
+        out, first = loss(call), next(call.parameters())
+        handle = first.register_hook(fail)
+        raises(ZeroDivisionError, "planted", out.backward)
+        handle.remove()
+        call.zero_grad()
+        loss(call).backward()
+
+    def fail(*_):
+        raise ZeroDivisionError("planted")
+
+    def no_sync_around_backward(call, average):
+        out = loss(call)
+        with no_sync(call):
+            out.backward()
+        loss(call, 1).backward()
+
+    def no_sync_around_forward(call, average):
+        with no_sync(call):
+            out = loss(call)
+        out.backward()  # averages: what counts is where the backward is
+
+    def exception_in_no_sync(call, average):
+        with contextlib.suppress(ZeroDivisionError), no_sync(call):
+            fail()
+        loss(call).backward()
+
+    def no_zero_grad(call, average):
+        loss(call).backward()
+        average()
+        loss(call, 1).backward()
+
+    def zero_grad_to_zeros(call, average):
+        loss(call, 1).backward()
+        average()
+        call.zero_grad(set_to_none=False)
+        loss(call, 0).backward()
+
+    scenarios = [f for f in locals().values() if inspect.isfunction(f) and "average" in
+                 inspect.signature(f).parameters]
+    for scenario, name in itertools.product(scenarios, ("branches", "recomputed", "uneven")):
+        alone, (module, call) = zoo_module(name), wrapped(name, bucket_cap_mb=0.0005)
+        scenario(alone, lambda: average_gradients(alone))
+        average_gradients(alone)
+        scenario(call, lambda: None)
+        same_bits(snapshot(module), snapshot(alone))
+    return f"{len(scenarios)} scenarios, 3 modules", 0.0
+
+
+@check([dict(W=W) for W in (2, 3)])
+def ddp_follows_changes():
+    """Parameters frozen, thawed or cast between steps are averaged as naive averages them."""
+    alone, (module, call) = zoo_module("branches"), wrapped("branches", bucket_cap_mb=0.0002)
+    for change in (lambda m: m.inner.frozen.requires_grad_(True),
+                   lambda m: m.inner.outer.requires_grad_(False),
+                   lambda m: [p.requires_grad_(n == "inner.frozen.weight")
+                              for n, p in m.named_parameters()],
+                   lambda m: m.requires_grad_(True), lambda m: m.double()):
+        for m in (module, alone):
+            change(m)
+            m.zero_grad()
+        assert call._layout != call._current_layout()
+        for step in range(2):
+            zoo_loss(lambda x, flag: call(x.to(module.inner.frozen.weight.dtype), flag), step, 0,
+                     dist.get_rank()).backward()
+            zoo_loss(lambda x, flag: alone(x.to(module.inner.frozen.weight.dtype), flag), step, 0,
+                     dist.get_rank()).backward()
+            average_gradients(alone)
+            same_bits(snapshot(module), snapshot(alone))
+    return "thawed, frozen, all but one frozen, all thawed, fp64", 0.0
+
+
+@check([dict(W=W) for W in (2, 3)])
+def ddp_names_unused_parameters():
+    """A parameter without a gradient is named on every rank, also where ranks disagree on it."""
+    rank, W = dist.get_rank(), dist.get_world_size()
+    for name, kwargs, expected in (
+            ("branches", {}, [f"inner.{kind}.{part} (unused on {n} of {W} ranks)"
+                              for kind, n in (("never", W), ("sometimes", W // 2))
+                              for part in ("weight", "bias")]),):
+        module, call = wrapped(name, find_unused_parameters=False, **kwargs)
+        for _ in range(2):
+            start_s = time.monotonic()
+            text = raises(RuntimeError, "^DDP: no gradient in this backward for",
+                          zoo_loss(call, 0, 0, rank).backward)
+            assert time.monotonic() - start_s < 2
+            named = re.findall(r"[\w.]+ \(unused on \d of \d ranks\)", text)
+            assert sorted(named) == sorted(expected), text
+            call.zero_grad()
+    # In the first micro-step only: not unused, and averaged.
+    alone, (module, call) = zoo_module("branches"), wrapped("branches", find_unused_parameters=False)
+    for m in (module, alone):
+        m.inner.never.requires_grad_(False)
+    with call.no_sync():
+        call(torch.ones(3, 5) * rank, True).backward()
+    call(torch.ones(3, 5), False).backward()
+    (alone(torch.ones(3, 5) * rank, True)).backward()
+    (alone(torch.ones(3, 5), False)).backward()
+    average_gradients(alone)
+    same_bits(snapshot(module), snapshot(alone))
+    return "2 kinds, twice; one used under no_sync() alone", 0.0
+
+
+@check([dict(W=W) for W in (2, 3)])
+def ddp_refuses_different_modules():
+    """Ranks whose modules differ all raise, naming the first difference; then the group still works.
+    """
+    odd_one = dist.get_rank() == dist.get_world_size() - 1
+
+    def build(sizes=(5, 5, 2), dtype=None, name="head", frozen=False, buffer=None):
+        module = torch.nn.Sequential()
+        module.add_module("body", torch.nn.Linear(sizes[0], sizes[1], dtype=dtype))
+        module.add_module(name, torch.nn.Linear(sizes[1], sizes[2]))
+        module.body.bias.requires_grad_(not frozen)
+        module.register_buffer("steps", buffer)
+        return module
+
+    cases = ((dict(sizes=(5, 5, 3)), {}, r"head.weight \(2, 5\).*has head.weight \(3, 5\)"),
+             (dict(dtype=torch.float64), {}, r"body.weight.*float32.*body.weight.*float64"),
+             (dict(name="tail"), {}, r"head.weight.*tail.weight"),
+             (dict(frozen=True), {}, r"body.bias.*=True.*body.bias.*=False"),
+             (dict(buffer=torch.zeros(3)), {}, r"has nothing more, rank \d has steps \(3,\)"),
+             ({}, dict(bucket_cap_mb=3), r"bucket_cap_mb=25.*bucket_cap_mb=3"))
+    for difference, options, text in cases:
+        start_s = time.monotonic()
+        raises(RuntimeError, "^DDP: ranks wrap different modules: .*" + text, DDP,
+               build(**difference if odd_one else {}), **options if odd_one else {})
+        assert time.monotonic() - start_s < 2
+        DDP(build())
+    return f"{len(cases)} differences", 0.0
+
+
+@check([dict(W=W) for W in (2, 3)])
+def ddp_names_a_missing_rank():
+    """Where a rank stops calling backward, the others raise in time and say which bucket waits."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    module, call = wrapped("gpt", process_group=group, bucket_cap_mb=0.01)
+    zoo_loss(call, 0, 0, dist.get_rank()).backward()
+    start_s, out = time.monotonic(), zoo_loss(call, 1, 0, dist.get_rank())
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(4)  # alive, but makes no second backward
+        return "one backward in two; timeout 3 s", 0.0
+    text = raises(RuntimeError, r"^DDP, rank \d: bucket 1 of \d+, from inner.norm.weight on, was not "
+                  r"averaged: .*makes fewer backwards.*uneven inputs", out.backward)
+    assert dist.get_world_size() == 2 or f"from or went to rank {dist.get_world_size() - 1}" in text
+    assert 2.5 < time.monotonic() - start_s < 6
+    return "one backward in two; timeout 3 s", 0.0
+
+
+@check([dict(W=2)])
+def ddp_refuses_by_name():
+    """Double backward, reentrant checkpoints, sparse gradients and bad arguments: a clear error,
+    and the next step is right."""
+    rank = dist.get_rank()
+
+    class Reentrant(torch.nn.Module):
+        def __init__(self, use_reentrant, sparse=False):
+            super().__init__()
+            self.first, self.layer = torch.nn.Embedding(3, 5, sparse=sparse), torch.nn.Linear(5, 5)
+            self.use_reentrant = use_reentrant
+
+        def forward(self, x, flag):
+            x = x + self.first(torch.tensor([rank]))
+            return checkpoint(self.layer, x, use_reentrant=self.use_reentrant).sum()
+
+    alone = zoo_module("tied")
+    next(zoo_steps(alone, alone, steps=1))
+    expected = snapshot(alone)
+    for error, text, module, how in (
+            (RuntimeError, "use_reentrant=False", lambda: Reentrant(True), {}),
+            (RuntimeError, "first.weight is sparse", lambda: Reentrant(False, sparse=True), {}),
+            (RuntimeError, "create_graph", lambda: Tied(), dict(create_graph=True))):
+        call = DDP(module())
+        with warnings.catch_warnings(action="ignore"):  # torch's, of create_graph
+            raises(error, text, zoo_loss(call, 0, 0, rank).backward, **how)
+        module, call = wrapped("tied")
+        zoo_loss(call, 0, 0, rank).backward()
+        same_bits({"grad": module.head.weight.grad}, {"grad": expected["embedding.weight.grad"]})
+    raises(ValueError, "device_ids", DDP, Tied(), device_ids=[0])
+    raises(ValueError, "bucket_cap_mb", DDP, Tied(), bucket_cap_mb=0)
+    raises(RuntimeError, "no parameter", DDP, Tied().requires_grad_(False))
+    call.register_comm_hook(None, default_hooks.allreduce_hook)
+    raises(RuntimeError, "only once", call.register_comm_hook, None, default_hooks.allreduce_hook)
+    return "3 kinds of backward, 4 kinds of argument", 0.0
+
+
+@check([dict(W=2)])
+def ddp_comm_hooks():
+    """torch's fp16, bf16 and PowerSGD hooks run unchanged and give the bits of torch DDP."""
+    def bf16_hook(group, bucket):  # torch DDP refuses the original by its name, except on NCCL
+        return default_hooks.bf16_compress_hook(group, bucket)
+
+    def power_sgd_state():
+        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2,
+                                           start_powerSGD_iter=2, min_compression_rate=0.5)
+
+    hooks = dict(allreduce=default_hooks.allreduce_hook, fp16=default_hooks.fp16_compress_hook,
+                 bf16=bf16_hook, power_sgd=powerSGD_hook.powerSGD_hook,
+                 fp16_power_sgd=default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook))
+    for (kind, hook), name in itertools.product(hooks.items(), ("gpt", "low_rank", "tied")):
+        theirs, (module, call) = zoo_module(name), wrapped(name)
+        reference = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
+        seen = [], []
+        for wrapper, log in zip((call, reference), seen):
+            def spy(state, bucket, log=log):
+                log.append((bucket.index(), bucket.is_last(), bucket.buffer().numel(),
+                            sorted(tuple(g.shape) for g in bucket.gradients()),
+                            sorted(tuple(p.shape) for p in bucket.parameters())))
+                return hook(state, bucket)
+            wrapper.register_comm_hook(power_sgd_state() if "power" in kind else None, spy)
+        same_steps(zoo_steps(module, call, steps=5), zoo_steps(theirs, reference, steps=5))
+        assert seen[0] == seen[1] and len(seen[0]) == 5
+    return f"{', '.join(hooks)}; 3 modules, 5 steps", 0.0
+
+
+@check([dict(W=W) for W in (2, 3)])
+def ddp_comm_hooks_over_buckets():
+    """Hooks that start collectives in callbacks do not mix buckets; ranks end on the same bits."""
+    for hook, name in ((powerSGD_hook.powerSGD_hook, "gpt"), (default_hooks.allreduce_hook, "gpt")):
+        module, call = wrapped(name, bucket_cap_mb=0.005)
+        state = None if hook is default_hooks.allreduce_hook else powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5)
+        call.register_comm_hook(state, hook)
+        for step in zoo_steps(module, call, accumulation=2, steps=6):
+            for tensor in step.values():
+                others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+                dist.all_gather(others, tensor.contiguous())
+                assert all(torch.equal(tensor, other) for other in others)
+    alone = zoo_module("gpt")
+    for a, b in zip(step.values(), list(zoo_steps(alone, alone, 2, steps=6))[-1].values()):
+        assert torch.allclose(a, b, atol=1e-4)
+    return f"PowerSGD and the plain mean, {len(call._buckets)} buckets, 6 steps", 0.0
+
+
+@check([dict(W=W) for W in (2, 3)])
+def ddp_buffers_follow_rank_0():
+    """Parameters and buffers of any dtype and stride are rank 0's after construction, buffers also
+    before a forward unless broadcast_buffers is off."""
+    rank = dist.get_rank()
+
+    def build():
+        module = torch.nn.BatchNorm1d(4)
+        module.weight = torch.nn.Parameter(torch.randn(2, 4).T[:, 0])
+        for i, t in enumerate((torch.full((2, 3), rank > 0), torch.arange(6).view(2, 3).T + rank,
+                               torch.tensor(rank, dtype=torch.bfloat16), torch.zeros(0),
+                               torch.full((3,), rank, dtype=torch.complex64))):
+            module.register_buffer(f"buffer{i}", t, persistent=i > 0)
+        return module
+
+    torch.manual_seed(0)
+    expected = dict(build().named_parameters())
+    for on in (True, False):
+        torch.manual_seed(rank)
+        module = build()
+        before = module.weight.detach().clone()
+        call = DDP(module, broadcast_buffers=on)
+        assert rank == 0 or not torch.equal(before, expected["weight"])
+        same_bits(dict(module.named_parameters()), expected)
+        assert not module.buffer0.any() and module.buffer1.T.flatten().tolist() == list(range(6))
+        assert module.buffer2 == 0 and not module.buffer4.any()
+        for step in range(2):
+            module.num_batches_tracked.fill_(10 * step + rank)
+            with call.no_sync() if step else contextlib.nullcontext():
+                call(torch.randn(3, 4)).sum().backward()
+            assert module.num_batches_tracked == 10 * step + 1 + (0 if on else rank)
+        module.num_batches_tracked.fill_(rank)  # after a forward that only accumulated, not
+        call(torch.randn(3, 4)).sum().backward()
+        assert module.num_batches_tracked == rank + 1
+    return "7 buffers, 2 parameters, 3 forwards, on and off", 0.0
+
+
+@check([dict(W=W) for W in (1, 2, 3)])
+def ddp_memory():
+    """`.grad` is a view of its bucket, always; no second gradient, no tensor of the caller, and no
+    wrapper that is dropped stays in memory; copies are independent."""
+    rank = dist.get_rank()
+    module, call = wrapped("gpt", bucket_cap_mb=0.01)
+    places = [bucket.flat.untyped_storage().data_ptr() for bucket in call._buckets]
+    gradients = []
+    for p in module.parameters():
+        p.register_hook(lambda g: gradients.append(weakref.ref(g.untyped_storage())))
+    for step in range(4):
+        loss = zoo_loss(call, step, 0, rank)
+        ours = weakref.ref(loss)
+        with call.no_sync() if step == 1 else contextlib.nullcontext():
+            loss.backward()
+        del loss
+        assert ours() is None, "the caller's loss is kept"
+        storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
+        assert storages == set(places)
+        assert all(p.grad.stride() == p.stride() for p in module.parameters())
+        call.zero_grad(set_to_none=step != 2)
+    plain, other = copy.deepcopy(module), copy.deepcopy(call)
+    assert not any(p._post_accumulate_grad_hooks for p in plain.parameters())
+    zoo_loss(plain, 0, 0, rank).backward()
+    zoo_loss(other, 0, 0, rank).backward()
+    assert all(p.grad is None for p in module.parameters()), "a copy's backward came here"
+    average_gradients(plain)
+    same_bits(snapshot(other.module), snapshot(plain))
+    alive = [weakref.ref(call), *(weakref.ref(bucket.flat) for bucket in call._buckets)]
+    del call
+    assert not any(ref() for ref in alive), "the wrapper is kept alive"
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+    zoo_loss(module, 0, 0, rank).backward()
+    return "4 steps; a copy of the module and of the wrapper; the module alone", 0.0
+
+
+@check([dict(W=W) for W in (2, 3)])
+def ddp_two_wrappers():
+    """Two wrappers in one backward do not take each other's messages, whoever sleeps."""
+    rank = dist.get_rank()
+    for sleeper in (0, 1):
+        nets = [wrapped("tied")[1] for _ in range(2)]
+        plain = zoo_module("tied")
+        for net in nets:
+            if sleeper == rank:
+                next(net.parameters()).register_hook(lambda _: time.sleep(0.05))
+        sum((i + 1) * zoo_loss(net, 0, 0, rank) for i, net in enumerate(nets)).backward()
+        zoo_loss(plain, 0, 0, rank).backward()
+        average_gradients(plain)
+        expected = plain.head.weight.grad
+        assert torch.equal(nets[0].module.head.weight.grad, expected)
+        assert torch.allclose(nets[1].module.head.weight.grad, 2 * expected)
+    return "2 wrappers, a sleep on rank 0, then on rank 1", 0.0
+
+
+@check([dict(W=2)], limit_s=120)
+def ddp_compiled_blocks():
+    """With torch.compile per block, DDP gives the bits of naive with torch.compile per block."""
+    if not shutil.which("c++") and not shutil.which("g++") and not shutil.which("clang++"):
+        raise Skip("torch.compile on CPU needs a C++ compiler")
+    modules = [Scalar(lambda: small_model(n_layer=1)) for _ in range(2)]
+    for module in modules:
+        module.inner.compile_blocks()
+    same_steps(zoo_steps(modules[0], DDP(modules[0], bucket_cap_mb=0.01), accumulation=2),
+               zoo_steps(modules[1], modules[1], accumulation=2))
+    return "gpt, 2 micro-steps, 3 steps", 0.0
 
 
 @check([dict(W=W) for W in (1, 2, 3)])
@@ -706,25 +1369,36 @@ def naive_is_torch(mode, accumulation, clip):
     return f"{mode}, {accumulation} micro-steps, clip {clip}, 4 steps", difference
 
 
-@check([dict(W=W) for W in (1, 2, 4)])
-def naive_is_one_process():
+@check([dict(W=W, mode=mode) for W in (1, 2, 4) for mode in ("naive", "ddp")])
+def modes_are_one_process(mode):
     """W ranks give the bits of one process that accumulates the same W micro batches."""
     W = dist.get_world_size()
-    naive = small_config(mode="naive", global_batch_size=W, grad_clip=0.1)
-    difference = same_runs(naive, replace(naive, mode="single"), steps=4)
-    return f"single, {W} micro-steps, clip 0.1, 4 steps", difference
+    config = small_config(mode=mode, global_batch_size=W, grad_clip=0.1)
+    difference = same_runs(config, replace(config, mode="single"), steps=4)
+    return f"{mode}, single with {W} micro-steps, clip 0.1, 4 steps", difference
 
 
-@check([dict(W=2, dtype="bf16", mode="torch-ddp"), dict(W=2, dtype="fp16", mode="torch-fsdp")],
-       full=grid(W=(2,), dtype=("bf16", "fp16"), mode=("torch-ddp", "torch-fsdp", "single")))
+@check([dict(W=3, accumulation=2, clip=0.1, cap=0.01), dict(W=4, accumulation=1, clip=0, cap=25.0)],
+       full=grid(W=(1, 2, 3, 4), accumulation=(1, 2, 4), clip=(0, 0.1), cap=(1e-6, 0.01, 25.0)))
+def mode_ddp_is_naive(accumulation, clip, cap):
+    """train.py --mode ddp gives the bits of --mode naive: every parameter, every step."""
+    naive = small_config(mode="naive", global_batch_size=dist.get_world_size() * accumulation,
+                         grad_clip=clip, bucket_cap_mb=cap)
+    difference = same_runs(naive, replace(naive, mode="ddp"), steps=4)
+    return f"{accumulation} micro-steps, clip {clip}, buckets of {cap} MB, 4 steps", difference
+
+
+@check([dict(W=2, dtype="bf16", mode="torch-ddp"), dict(W=2, dtype="fp16", mode="torch-fsdp"),
+        dict(W=2, dtype="fp16", mode="ddp")],
+       full=grid(W=(2,), dtype=("bf16", "fp16"), mode=("ddp", "torch-ddp", "torch-fsdp", "single")))
 def naive_is_torch_under_autocast(dtype, mode):
     """Under autocast, with the gradient scaler for fp16, naive still gives the bits of torch."""
     naive = small_config(mode="naive", global_batch_size=2, dtype=dtype)
     return f"{mode}, {dtype}, 4 steps", same_runs(naive, replace(naive, mode=mode), steps=4)
 
 
-@check([dict(W=2, mode="naive"), dict(W=2, mode="torch-fsdp")],
-       full=grid(W=(2,), mode=("naive", "torch-ddp", "torch-fsdp")))
+@check([dict(W=2, mode="naive"), dict(W=2, mode="ddp"), dict(W=2, mode="torch-fsdp")],
+       full=grid(W=(2, 3), mode=("naive", "ddp", "torch-ddp", "torch-fsdp")))
 def fp16_inf_on_one_rank(mode):
     """An inf in one rank's gradient makes every rank skip the step and halve the loss scale."""
     run = Run(small_config(mode=mode, dtype="fp16", global_batch_size=2))
@@ -830,7 +1504,7 @@ def bad_input_is_one_line():
             ("--mode zero9", "--mode zero9"), ("--mode zero3", "not there yet"),
             ("--dtype fp8", "--dtype fp8"), ("--model gpt5", "--model gpt5"),
             ("--lr nan", "--lr nan"), ("--lr -1", "--lr -1"), ("--min_lr 1", "--min_lr 1"),
-            ("--beta2 1", "--beta2 1.0"), (f"--seed {2**64}", "--seed"),
+            ("--beta2 1", "--beta2 1.0"), ("--bucket_cap_mb 0", "--bucket_cap_mb 0.0"), (f"--seed {2**64}", "--seed"),
             ("--global_batch_size 6", "global_batch_size 6"),
             ("--n_head 3", "n_head 3"), ("--n_kv_head 3", "n_kv_head 3"),
             ("--tokenizer gpt9", "--tokenizer gpt9"), ("--tokenizer gpt2", "TIKTOKEN_CACHE_DIR"),
@@ -876,7 +1550,8 @@ RESULT = {"mode", "world_size", "steps", "train_loss", "val_loss", "tokens_per_s
 
 def promised_output(mode, W, folder):
     """Run train.py, assert that its output is as documented -> (RESULT, what precedes it)."""
-    argv = ["--mode", mode, "--out_dir", folder, *TINY]
+    default = mode == ("ddp" if W > 1 else "single")
+    argv = [*([] if default else ["--mode", mode]), "--out_dir", folder, *TINY]
     code, stdout, stderr = torchrun(W, argv) if W > 1 else run_main(argv)
     assert code == 0 and not stderr, f"{mode}: exit {code}, {stderr}"
     lines = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
@@ -894,14 +1569,15 @@ def promised_output(mode, W, folder):
 
 @check([dict(W=1)], limit_s=120)
 def command_line_ends_on_same_bits():
-    """single, naive, torch-ddp, torch-fsdp end on one param_sha256; output is as promised."""
-    runs = ((1, "single"), (1, "naive"), (2, "naive"), (2, "torch-ddp"), (2, "torch-fsdp"))
+    """All modes end on one param_sha256; output is as promised; torchrun's default is ddp."""
+    runs = ((1, "single"), (1, "naive"), (1, "ddp"), (2, "naive"), (2, "ddp"), (2, "torch-ddp"),
+            (2, "torch-fsdp"))
     with tempfile.TemporaryDirectory() as folder:
         outputs = [promised_output(mode, W, f"{folder}/{mode}{W}") for W, mode in runs]
     for key in ("param_sha256", "train_loss", "val_loss"):
         assert len({result[key] for result, _ in outputs}) == 1, (key, outputs)
     assert len({text for _, text in outputs}) == 1, "the sample texts differ"
-    return "hash, losses, sample and metrics of five runs", 0.0
+    return f"hash, losses, sample and metrics of {len(runs)} runs", 0.0
 
 
 @check([dict(W=1)])
