@@ -222,7 +222,7 @@ class Bucket:
 
     def gradients(self):
         """Views of the buffer with the shapes and strides that the parameters' gradients have."""
-        views, offset = [], 0
+        views, offset = [], self._buffer.storage_offset()
         for p in self._parameters:
             strides = torch.empty_like(p, device="meta").stride()  # dense, in p's memory order
             views.append(self._buffer.as_strided(p.shape, strides, offset))

@@ -889,6 +889,27 @@ def ddp_is_torch_ddp(accumulation):
     return f"{len(ZOO)} modules, 2 bucket sizes, {accumulation} micro-steps, 3 steps", 0.0
 
 
+@check([dict(W=1)])
+def ddp_buckets():
+    """Parameters fall into buckets from the last to the first, one list per dtype; a bucket is full
+    when it reaches its cap, the first of a dtype at 1 MB."""
+    module = torch.nn.ParameterDict({f"p{i}": torch.zeros(1024, n, dtype=dtype) for i, (n, dtype) in
+                                     enumerate(((100, torch.float32), (300, torch.float32),
+                                                (300, torch.float64), (200, torch.float32),
+                                                (600, torch.float32), (10, torch.float64),
+                                                (200, torch.float32), (100, torch.float32)))})
+    expected = {25: "p7 p6|p5 p2|p4 p3 p1 p0", 2: "p7 p6|p4|p5 p2|p3 p1 p0", 0.5: "p7 p6|p4|p3|p5 p2|p1|p0",
+                1e-9: "p7|p6|p5|p4|p3|p2|p1|p0"}
+    names = {p: name for name, p in module.items()}
+    for cap, layout in expected.items():
+        buckets = DDP(module, bucket_cap_mb=cap)._buckets
+        found = "|".join(" ".join(names[p] for p in b.parameters()) for b in buckets)
+        assert found == layout, (cap, found)
+        assert [(b.index(), b.is_last()) for b in buckets] == [
+            (i, i == len(buckets) - 1) for i in range(len(buckets))]
+    return "8 parameters of 2 dtypes, 4 sizes of bucket", 0.0
+
+
 @check([dict(W=W) for W in (2, 3)])
 def ddp_overlaps():
     """Buckets are launched by index, the first is summed before the last gradient exists, and there
@@ -1064,31 +1085,29 @@ def ddp_follows_changes():
 def ddp_names_unused_parameters():
     """A parameter without a gradient is named on every rank, also where ranks disagree on it."""
     rank, W = dist.get_rank(), dist.get_world_size()
-    for name, kwargs, expected in (
-            ("branches", {}, [f"inner.{kind}.{part} (unused on {n} of {W} ranks)"
-                              for kind, n in (("never", W), ("sometimes", W // 2))
-                              for part in ("weight", "bias")]),):
-        module, call = wrapped(name, find_unused_parameters=False, **kwargs)
-        for _ in range(2):
-            start_s = time.monotonic()
-            text = raises(RuntimeError, "^DDP: no gradient in this backward for",
-                          zoo_loss(call, 0, 0, rank).backward)
-            assert time.monotonic() - start_s < 2
-            named = re.findall(r"[\w.]+ \(unused on \d of \d ranks\)", text)
-            assert sorted(named) == sorted(expected), text
-            call.zero_grad()
+    module, call = wrapped("branches", find_unused_parameters=False)
+    x, never, sometimes = torch.ones(3, 5), {"inner.never": W}, {"inner.sometimes": W // 2}
+    for flag, unused in ((True, never), (rank % 2 == 0, {**never, **sometimes}), (True, never)):
+        start_s = time.monotonic()
+        text = raises(RuntimeError, "^DDP: no gradient in this backward for .* Freeze",
+                      call(x, flag).backward)
+        assert time.monotonic() - start_s < 2
+        expected = {f"{name}.{part} (unused on {n} of {W} ranks)"
+                    for name, n in unused.items() for part in ("weight", "bias")}
+        assert set(re.findall(r"[\w.]+ \(unused on \d of \d ranks\)", text)) == expected, text
+        call.zero_grad()
     # In the first micro-step only: not unused, and averaged.
     alone, (module, call) = zoo_module("branches"), wrapped("branches", find_unused_parameters=False)
     for m in (module, alone):
         m.inner.never.requires_grad_(False)
     with call.no_sync():
-        call(torch.ones(3, 5) * rank, True).backward()
-    call(torch.ones(3, 5), False).backward()
-    (alone(torch.ones(3, 5) * rank, True)).backward()
-    (alone(torch.ones(3, 5), False)).backward()
+        call(rank * x, True).backward()
+    call(x, False).backward()
+    alone(rank * x, True).backward()
+    alone(x, False).backward()
     average_gradients(alone)
     same_bits(snapshot(module), snapshot(alone))
-    return "2 kinds, twice; one used under no_sync() alone", 0.0
+    return "3 backwards; a parameter used under no_sync() alone", 0.0
 
 
 @check([dict(W=W) for W in (2, 3)])
@@ -1278,8 +1297,10 @@ def ddp_memory():
         assert ours() is None, "the caller's loss is kept"
         storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters()}
         assert storages == set(places)
-        assert all(p.grad.stride() == p.stride() for p in module.parameters())
         call.zero_grad(set_to_none=step != 2)
+    strided, strided_call = wrapped("branches")
+    zoo_loss(strided_call, 0, 0, rank).backward()
+    assert strided.inner.inner.weight.grad.stride() == strided.inner.inner.weight.stride() == (1, 5)
     plain, other = copy.deepcopy(module), copy.deepcopy(call)
     assert not any(p._post_accumulate_grad_hooks for p in plain.parameters())
     zoo_loss(plain, 0, 0, rank).backward()
@@ -1384,7 +1405,8 @@ def mode_ddp_is_naive(accumulation, clip, cap):
     """train.py --mode ddp gives the bits of --mode naive: every parameter, every step."""
     naive = small_config(mode="naive", global_batch_size=dist.get_world_size() * accumulation,
                          grad_clip=clip, bucket_cap_mb=cap)
-    difference = same_runs(naive, replace(naive, mode="ddp"), steps=4)
+    difference = same_runs(naive, ours := replace(naive, mode="ddp"), steps=4)
+    assert Run(ours).model.bucket_cap_mb == cap
     return f"{accumulation} micro-steps, clip {clip}, buckets of {cap} MB, 4 steps", difference
 
 
