@@ -13,9 +13,9 @@ order, since the backward reaches the last ones first. A hook on each parameter 
 times 1/W, into the bucket's flat buffer; a full bucket is summed over ranks while the backward goes
 on; a callback at the end of the backward waits for what is still under way.
 
-How it differs: an element's W contributions are added in rank order, ((g0 + g1) + g2) + ..., whatever
-its place in the buffer, so the bucket size never changes a bit. A ring all-reduce adds in an order
-that depends on the place. `average_gradients` is the same result by one collective per parameter;
+How it differs: an element's W contributions are added in rank order, ((g0 + g1) + g2) + ...,
+whatever its place in the buffer, so the bucket size never changes a bit. A ring all-reduce adds in
+an order that depends on the place. `average_gradients` is the same result by one collective per parameter;
 everything else is checked against it.
 
 Cost: 4 Psi bytes of buckets, which are the gradients; 2 (W-1)/W Psi elements sent per step and rank
@@ -99,7 +99,7 @@ def adds_in_rank_order(flat, process_group):
 
 
 def exchange(sends, receives, process_group, tag):
-    """Start to send and to receive; both are {peer's rank in the group: tensor}, empty ones skipped.
+    """Start to send and to receive {peer's rank in the group: tensor}; empty ones are skipped.
 
     Returns [(peer, Work)] for `wait_for`.
     """
@@ -499,8 +499,8 @@ class DDP(torch.nn.Module):
         parameter, and on CUDA a wait of the CPU for the backward.
         """
         views = {p: view for bucket in self._buckets for p, view in bucket.views.items()}
-        counts = torch.tensor([[p.grad is not None for p in views], [p in self._used for p in views]],
-                              dtype=torch.int32, device=self._buckets[0].flat.device)
+        counts = [[p.grad is not None for p in views], [p in self._used for p in views]]
+        counts = torch.tensor(counts, dtype=torch.int32, device=self._buckets[0].flat.device)
         if self.world_size > 1:
             dist.all_reduce(counts, group=self.process_group)
         unused = []

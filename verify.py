@@ -885,7 +885,8 @@ def ddp_is_torch_ddp(accumulation):
         reference = DistributedDataParallel(theirs, gradient_as_bucket_view=True, bucket_cap_mb=cap,
                                             find_unused_parameters=name == "branches")
         module, call = wrapped(name, bucket_cap_mb=cap)
-        same_steps(zoo_steps(module, call, accumulation), zoo_steps(theirs, reference, accumulation))
+        same_steps(zoo_steps(module, call, accumulation),
+                   zoo_steps(theirs, reference, accumulation))
     return f"{len(ZOO)} modules, 2 bucket sizes, {accumulation} micro-steps, 3 steps", 0.0
 
 
@@ -898,8 +899,8 @@ def ddp_buckets():
                                                 (300, torch.float64), (200, torch.float32),
                                                 (600, torch.float32), (10, torch.float64),
                                                 (200, torch.float32), (100, torch.float32)))})
-    expected = {25: "p7 p6|p5 p2|p4 p3 p1 p0", 2: "p7 p6|p4|p5 p2|p3 p1 p0", 0.5: "p7 p6|p4|p3|p5 p2|p1|p0",
-                1e-9: "p7|p6|p5|p4|p3|p2|p1|p0"}
+    expected = {25: "p7 p6|p5 p2|p4 p3 p1 p0", 2: "p7 p6|p4|p5 p2|p3 p1 p0",
+                0.5: "p7 p6|p4|p3|p5 p2|p1|p0", 1e-9: "p7|p6|p5|p4|p3|p2|p1|p0"}
     names = {p: name for name, p in module.items()}
     for cap, layout in expected.items():
         buckets = DDP(module, bucket_cap_mb=cap)._buckets
@@ -976,79 +977,82 @@ def ddp_ranks_out_of_step():
     return "4 orders of arrival; sleeps at 4 places on each rank", 0.0
 
 
-@check([dict(W=W) for W in (1, 2, 3)])
-def ddp_odd_steps():
-    """Like naive: two losses, two forwards, no backward, an exception, no_sync in every position.
+def out_of(call, step=0):
+    return zoo_loss(call, step, 0, dist.get_rank())
+
+
+def planted(*_):
+    raise ZeroDivisionError("planted")
+
+
+def no_sync(call):
+    return call.no_sync() if isinstance(call, DDP) else contextlib.nullcontext()
+
+
+class OddSteps:
+    """What a script may do in a step. call: a module or its DDP; average: naive's mean, or nothing.
     """
-    rank = dist.get_rank()
-
-    def loss(call, i=0):
-        return zoo_loss(call, i, 0, rank)
-
-    def no_sync(call):
-        return call.no_sync() if isinstance(call, DDP) else contextlib.nullcontext()
 
     def two_losses(call, average):
-        out = loss(call)
+        out = out_of(call)
         out.square().backward(retain_graph=True)
         average()
         out.exp().backward()
 
     def two_forwards(call, average):
-        (loss(call, 0) + loss(call, 2)).backward()
+        (out_of(call, 0) + out_of(call, 2)).backward()
 
-    def forward_only(call, average):
-        loss(call, 5)
+    def forwards_without_backward(call, average):
+        out_of(call, 5)
         with torch.no_grad():
-            loss(call, 4)
-        loss(call).backward()
+            out_of(call, 4)
+        out_of(call).backward()
 
     def exception_in_forward(call, average):
-        handle = (call.module if isinstance(call, DDP) else call).register_forward_hook(fail)
-        raises(ZeroDivisionError, "planted", loss, call)
+        handle = (call.module if isinstance(call, DDP) else call).register_forward_hook(planted)
+        raises(ZeroDivisionError, "planted", out_of, call)
         handle.remove()
-        loss(call).backward()
+        out_of(call).backward()
 
     def exception_in_backward(call, average):
-        out, first = loss(call), next(call.parameters())
-        handle = first.register_hook(fail)
+        out, handle = out_of(call), next(call.parameters()).register_hook(planted)
         raises(ZeroDivisionError, "planted", out.backward)
         handle.remove()
         call.zero_grad()
-        loss(call).backward()
-
-    def fail(*_):
-        raise ZeroDivisionError("planted")
+        out_of(call).backward()
 
     def no_sync_around_backward(call, average):
-        out = loss(call)
+        out = out_of(call)
         with no_sync(call):
             out.backward()
-        loss(call, 1).backward()
+        out_of(call, 1).backward()
 
     def no_sync_around_forward(call, average):
         with no_sync(call):
-            out = loss(call)
+            out = out_of(call)
         out.backward()  # averages: what counts is where the backward is
 
     def exception_in_no_sync(call, average):
         with contextlib.suppress(ZeroDivisionError), no_sync(call):
-            fail()
-        loss(call).backward()
+            planted()
+        out_of(call).backward()
 
     def no_zero_grad(call, average):
-        loss(call).backward()
+        out_of(call).backward()
         average()
-        loss(call, 1).backward()
+        out_of(call, 1).backward()
 
     def zero_grad_to_zeros(call, average):
-        loss(call, 1).backward()
+        out_of(call, 1).backward()
         average()
         call.zero_grad(set_to_none=False)
-        loss(call, 0).backward()
+        out_of(call, 0).backward()
 
-    scenarios = [f for f in locals().values() if inspect.isfunction(f) and "average" in
-                 inspect.signature(f).parameters]
+
+@check([dict(W=W) for W in (1, 2, 3)])
+def ddp_odd_steps():
+    """Like naive: two losses, two forwards, no backward, exceptions, no_sync in every position."""
+    scenarios = [f for f in vars(OddSteps).values() if inspect.isfunction(f)]
     for scenario, name in itertools.product(scenarios, ("branches", "recomputed", "uneven")):
         alone, (module, call) = zoo_module(name), wrapped(name, bucket_cap_mb=0.0005)
         scenario(alone, lambda: average_gradients(alone))
@@ -1097,7 +1101,8 @@ def ddp_names_unused_parameters():
         assert set(re.findall(r"[\w.]+ \(unused on \d of \d ranks\)", text)) == expected, text
         call.zero_grad()
     # In the first micro-step only: not unused, and averaged.
-    alone, (module, call) = zoo_module("branches"), wrapped("branches", find_unused_parameters=False)
+    alone = zoo_module("branches")
+    module, call = wrapped("branches", find_unused_parameters=False)
     for m in (module, alone):
         m.inner.never.requires_grad_(False)
     with call.no_sync():
@@ -1112,8 +1117,7 @@ def ddp_names_unused_parameters():
 
 @check([dict(W=W) for W in (2, 3)])
 def ddp_refuses_different_modules():
-    """Ranks whose modules differ all raise, naming the first difference; then the group still works.
-    """
+    """Ranks whose modules differ all raise, naming the first difference; the group still works."""
     odd_one = dist.get_rank() == dist.get_world_size() - 1
 
     def build(sizes=(5, 5, 2), dtype=None, name="head", frozen=False, buffer=None):
@@ -1149,8 +1153,8 @@ def ddp_names_a_missing_rank():
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(4)  # alive, but makes no second backward
         return "one backward in two; timeout 3 s", 0.0
-    text = raises(RuntimeError, r"^DDP, rank \d: bucket 1 of \d+, from inner.norm.weight on, was not "
-                  r"averaged: .*makes fewer backwards.*uneven inputs", out.backward)
+    text = raises(RuntimeError, r"^DDP, rank \d: bucket 1 of \d+, from inner.norm.weight on, was "
+                  r"not averaged: .*makes fewer backwards.*uneven inputs", out.backward)
     assert dist.get_world_size() == 2 or f"from or went to rank {dist.get_world_size() - 1}" in text
     assert 2.5 < time.monotonic() - start_s < 6
     return "one backward in two; timeout 3 s", 0.0
@@ -1526,7 +1530,8 @@ def bad_input_is_one_line():
             ("--mode zero9", "--mode zero9"), ("--mode zero3", "not there yet"),
             ("--dtype fp8", "--dtype fp8"), ("--model gpt5", "--model gpt5"),
             ("--lr nan", "--lr nan"), ("--lr -1", "--lr -1"), ("--min_lr 1", "--min_lr 1"),
-            ("--beta2 1", "--beta2 1.0"), ("--bucket_cap_mb 0", "--bucket_cap_mb 0.0"), (f"--seed {2**64}", "--seed"),
+            ("--beta2 1", "--beta2 1.0"),
+            ("--bucket_cap_mb 0", "--bucket_cap_mb 0.0"), (f"--seed {2**64}", "--seed"),
             ("--global_batch_size 6", "global_batch_size 6"),
             ("--n_head 3", "n_head 3"), ("--n_kv_head 3", "n_kv_head 3"),
             ("--tokenizer gpt9", "--tokenizer gpt9"), ("--tokenizer gpt2", "TIKTOKEN_CACHE_DIR"),
