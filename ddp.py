@@ -15,8 +15,8 @@ on; a callback at the end of the backward waits for what is still under way.
 
 How it differs: an element's W contributions are added in rank order, ((g0 + g1) + g2) + ...,
 whatever its place in the buffer, so the bucket size never changes a bit. A ring all-reduce adds in
-an order that depends on the place. `average_gradients` is the same result by one collective per parameter;
-everything else is checked against it.
+an order that depends on the place. `average_gradients` gives the same result by one collective per
+parameter; everything else is checked against it.
 
 Cost: 4 Psi bytes of buckets, which are the gradients; 2 (W-1)/W Psi elements sent per step and rank
 (naive: (W-1) Psi); two small numbers per parameter to agree on which ones were used; at W >= 3 on
@@ -283,6 +283,7 @@ class DDP(torch.nn.Module):
                        if p.is_floating_point() or p.is_complex()}  # a tied one once
         self._layout, self._buckets, self._bucket_of = None, [], {}
         self._task, self._n_launched = None, 0  # the engine's number of the backward under way
+        self._n_backwards = 0  # begun and to be synchronised, on all ranks alike
         self._used = set()  # parameters that had a gradient since the last synchronisation
         self._sync_buffers = True  # before the next forward
         # One thread, so first in, first out: waits for peers and adds while the backward goes on.
@@ -419,6 +420,7 @@ class DDP(torch.nn.Module):
             self._build_buckets()
         self._task = torch._C._current_graph_task_id()
         if self.require_backward_grad_sync:
+            self._n_backwards += 1
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _reset(self):
@@ -499,10 +501,14 @@ class DDP(torch.nn.Module):
         parameter, and on CUDA a wait of the CPU for the backward.
         """
         views = {p: view for bucket in self._buckets for p, view in bucket.views.items()}
-        counts = [[p.grad is not None for p in views], [p in self._used for p in views]]
+        counts = [[p.grad is not None for p in views] + [self._n_backwards],
+                  [p in self._used for p in views] + [0]]
         counts = torch.tensor(counts, dtype=torch.int32, device=self._buckets[0].flat.device)
         if self.world_size > 1:
             dist.all_reduce(counts, group=self.process_group)
+        if counts[0, -1] != self.world_size * self._n_backwards:
+            raise RuntimeError(f"DDP: ranks are out of step: this is backward {self._n_backwards} "
+                               f"here, but not on all ranks. Did one raise, or make one more?")
         unused = []
         for (p, view), n_gradients, n_used in zip(views.items(), *counts.tolist()):
             if n_gradients and p.grad is None:

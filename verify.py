@@ -1160,6 +1160,19 @@ def ddp_names_a_missing_rank():
     return "one backward in two; timeout 3 s", 0.0
 
 
+@check([dict(W=W) for W in (2, 3)])
+def ddp_names_ranks_out_of_step():
+    """Where a backward raised on one rank alone and is made again, all ranks raise, none averages."""
+    module, call = wrapped("gpt", bucket_cap_mb=0.01)
+    if dist.get_rank() == 0:
+        handle = module.inner.blocks[1].mlp.down.weight.register_post_accumulate_grad_hook(planted)
+        raises(ZeroDivisionError, "planted", out_of(call).backward)
+        handle.remove()
+    raises(RuntimeError, "^DDP: ranks are out of step: this is backward [12] here",
+           out_of(call).backward)
+    return "one backward more on rank 0", 0.0
+
+
 @check([dict(W=2)])
 def ddp_refuses_by_name():
     """Double backward, reentrant checkpoints, sparse gradients and bad arguments: a clear error,
