@@ -35,6 +35,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_map_only
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early; torch's default too
@@ -251,6 +252,11 @@ class DDP(torch.nn.Module):
     frozen or thawed between steps, a change of dtype or device, several backwards of one forward.
     Refused: `backward(create_graph=True)`, activation checkpointing with use_reentrant=True, sparse
     gradients. Ranks must make the same number of backwards: there is no join().
+
+    What counts is the backward, not the forward: every backward that reaches a parameter is
+    averaged, that of `model.module(x)` too, unless it runs in no_sync(); one that a rank makes alone
+    belongs in there. `.grad` lives in the bucket, as with torch's gradient_as_bucket_view=True: clone
+    what is to outlive the next backward.
     """
 
     def __init__(self, module, device_ids=None, process_group=None, bucket_cap_mb=25,
@@ -288,7 +294,6 @@ class DDP(torch.nn.Module):
         self._sync_buffers = True  # before the next forward
         # One thread, so first in, first out: waits for peers and adds while the backward goes on.
         self._lane = concurrent.futures.ThreadPoolExecutor(1, "ddp")
-        self._scratch = {}  # dtype -> tensor
         on_gradient = weakref.WeakMethod(self._on_gradient)  # p must not keep its wrapper alive
         for p in self._names:
             trained = p.requires_grad
@@ -309,12 +314,13 @@ class DDP(torch.nn.Module):
         self._start(None)
 
     def _current_layout(self):
-        return [(id(p), p.dtype, p.device) for p in self._names if p.requires_grad]
+        return [(id(p), p.shape, p.dtype, p.device) for p in self._names if p.requires_grad]
 
     def _build_buckets(self):
         """Divide the trainable parameters among buckets. A collective; raises if ranks differ."""
         self._check_ranks_agree()
         self._layout = self._current_layout()
+        self._scratch = {}  # dtype -> tensor, as large as the largest bucket will need
         cap, full, filling = int(self.bucket_cap_mb * 2**20), [], {}
         caps = collections.defaultdict(lambda: min(FIRST_BUCKET_BYTES, cap))
         for p in reversed(self._names):
@@ -384,13 +390,13 @@ class DDP(torch.nn.Module):
 
     def _on_gradient(self, p):
         """Hook of p: autograd has added all that this backward adds to p.grad."""
+        if not p.requires_grad:  # frozen since the forward
+            return
         if p.grad.layout != torch.strided:
             raise RuntimeError(f"DDP: the gradient of {self._names[p]} is sparse, which is not "
                                f"supported: use sparse=False")
         if self._task != torch._C._current_graph_task_id():
-            self._begin_backward()
-        if not p.requires_grad:  # frozen since the forward
-            return
+            self._begin_backward(p)
         bucket = self._bucket_of[p]
         self._used.add(p)
         if not self.require_backward_grad_sync:
@@ -405,7 +411,12 @@ class DDP(torch.nn.Module):
     def _scale(self):
         return 1 / self.world_size if self._comm_hook is None else 1.0  # a hook takes the mean
 
-    def _begin_backward(self):
+    def _begin_backward(self, p):
+        wrappers = [hook for hook in p._post_accumulate_grad_hooks.values()
+                    if getattr(hook, "__module__", None) == __name__]
+        if len(wrappers) > 1:
+            raise RuntimeError(f"DDP: {self._names[p]} is wrapped {len(wrappers)} times, and would "
+                               f"be averaged as often: delete the other wrapper first")
         if torch.is_grad_enabled():
             raise RuntimeError("DDP: backward(create_graph=True) is not supported, since the mean "
                                "is not recorded: use torch.autograd.grad inside the loss")
@@ -450,6 +461,7 @@ class DDP(torch.nn.Module):
         if flat.dtype not in self._scratch:
             largest = max(bucket.flat.numel() for bucket in self._buckets)
             largest = min(largest, PIECE_BYTES // flat.element_size())
+            # The lane works on one bucket at a time. W - 1 chunks of n / W rounded up: below n + W.
             self._scratch[flat.dtype] = flat.new_empty(largest + self.world_size)
         arguments = flat, self.process_group, self._tag, self._scratch[flat.dtype]
         if flat.device.type == "cpu":
@@ -487,8 +499,8 @@ class DDP(torch.nn.Module):
             raise RuntimeError(
                 f"DDP, rank {dist.get_rank(self.process_group)}: bucket {bucket.index() + 1} of "
                 f"{len(self._buckets)}, from {self._names[bucket.parameters()[0]]} on, was not "
-                f"averaged: a rank has died or makes fewer backwards than others (uneven inputs "
-                f"are not supported). {error}") from error
+                f"averaged. If it timed out or lost its peer: a rank has died or makes fewer "
+                f"backwards (uneven inputs are not supported). {error}") from error
         if self._comm_hook is not None:
             result = result if isinstance(result, torch.Tensor) else result[0]
             if result.data_ptr() != bucket.flat.data_ptr():
@@ -536,11 +548,10 @@ class DDP(torch.nn.Module):
 
 
 def inside_a_backward():
-    """Whether this thread is in the middle of the `backward(ctx, ...)` of an autograd.Function."""
+    """Whether this thread is in the middle of the backward of a Python autograd.Function."""
     frame = sys._getframe()
     while frame is not None:
-        # Told by its code: looking at f_locals would keep every caller's tensors alive.
-        if frame.f_code.co_name == "backward" and frame.f_code.co_varnames[:1] == ("ctx",):
+        if frame.f_code is BackwardCFunction.apply.__code__:  # f_locals would keep tensors alive
             return True
         frame = frame.f_back
     return False
@@ -556,6 +567,7 @@ def total_norm(tensors, process_group=None):
     process_group: the ranks over which the tensors are sharded; None where each rank holds them
     whole. In float64, so that the grouping into shards does not show in what is rounded to fp32.
     """
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     squares = [torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in tensors]
     device = tensors[0].device if tensors else "cpu"
     total = sum(squares, torch.zeros((), dtype=torch.float64, device=device))

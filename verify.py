@@ -1037,6 +1037,11 @@ class OddSteps:
             planted()
         out_of(call).backward()
 
+    def frozen_after_forward(call, average):
+        out, parameters = out_of(call), [p for p in call.parameters() if p.requires_grad]
+        parameters[0].requires_grad_(False)
+        out.backward()
+
     def no_zero_grad(call, average):
         out_of(call).backward()
         average()
@@ -1065,7 +1070,12 @@ def ddp_odd_steps():
 @check([dict(W=W) for W in (2, 3)])
 def ddp_follows_changes():
     """Parameters frozen, thawed or cast between steps are averaged as naive averages them."""
-    alone, (module, call) = zoo_module("branches"), wrapped("branches", bucket_cap_mb=0.0002)
+    for cap in (0.0002, 25):
+        follow_changes(zoo_module("branches"), *wrapped("branches", bucket_cap_mb=cap))
+    return "thawed, frozen, all but one frozen, all thawed, fp64; 2 bucket sizes", 0.0
+
+
+def follow_changes(alone, module, call):
     for change in (lambda m: m.inner.frozen.requires_grad_(True),
                    lambda m: m.inner.outer.requires_grad_(False),
                    lambda m: [p.requires_grad_(n == "inner.frozen.weight")
@@ -1082,7 +1092,6 @@ def ddp_follows_changes():
                      dist.get_rank()).backward()
             average_gradients(alone)
             same_bits(snapshot(module), snapshot(alone))
-    return "thawed, frozen, all but one frozen, all thawed, fp64", 0.0
 
 
 @check([dict(W=W) for W in (2, 3)])
@@ -1154,7 +1163,7 @@ def ddp_names_a_missing_rank():
         time.sleep(4)  # alive, but makes no second backward
         return "one backward in two; timeout 3 s", 0.0
     text = raises(RuntimeError, r"^DDP, rank \d: bucket 1 of \d+, from inner.norm.weight on, was "
-                  r"not averaged: .*makes fewer backwards.*uneven inputs", out.backward)
+                  r"not averaged.*makes fewer backwards.*uneven inputs", out.backward)
     assert dist.get_world_size() == 2 or f"from or went to rank {dist.get_world_size() - 1}" in text
     assert 2.5 < time.monotonic() - start_s < 6
     return "one backward in two; timeout 3 s", 0.0
@@ -1179,6 +1188,26 @@ def ddp_refuses_by_name():
     and the next step is right."""
     rank = dist.get_rank()
 
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(c, x, layer):
+            c.x, c.layer = x.detach(), layer
+            return layer(x)
+
+        @staticmethod
+        def backward(c, g):  # a reentrant checkpoint by other names
+            with torch.enable_grad():
+                c.layer(c.x).backward(g)
+            return g, None
+
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+
+        def forward(self, x, flag):
+            return Nested.apply(self.first(x), self.layer).sum()
+
     class Reentrant(torch.nn.Module):
         def __init__(self, use_reentrant, sparse=False):
             super().__init__()
@@ -1194,6 +1223,7 @@ def ddp_refuses_by_name():
     expected = snapshot(alone)
     for error, text, module, how in (
             (RuntimeError, "use_reentrant=False", lambda: Reentrant(True), {}),
+            (RuntimeError, "use_reentrant=False", Own, {}),
             (RuntimeError, "first.weight is sparse", lambda: Reentrant(False, sparse=True), {}),
             (RuntimeError, "create_graph", lambda: Tied(), dict(create_graph=True))):
         call = DDP(module())
@@ -1202,12 +1232,16 @@ def ddp_refuses_by_name():
         module, call = wrapped("tied")
         zoo_loss(call, 0, 0, rank).backward()
         same_bits({"grad": module.head.weight.grad}, {"grad": expected["embedding.weight.grad"]})
+    other = DDP(module)
+    raises(RuntimeError, "wrapped 2 times", zoo_loss(other, 0, 0, rank).backward)
+    del other
+    zoo_loss(call, 0, 0, rank).backward()
     raises(ValueError, "device_ids", DDP, Tied(), device_ids=[0])
     raises(ValueError, "bucket_cap_mb", DDP, Tied(), bucket_cap_mb=0)
     raises(RuntimeError, "no parameter", DDP, Tied().requires_grad_(False))
     call.register_comm_hook(None, default_hooks.allreduce_hook)
     raises(RuntimeError, "only once", call.register_comm_hook, None, default_hooks.allreduce_hook)
-    return "3 kinds of backward, 4 kinds of argument", 0.0
+    return "5 kinds of backward, 4 kinds of argument", 0.0
 
 
 @check([dict(W=2)])
@@ -1387,6 +1421,7 @@ def clipping_over_shards():
     same_bits(dict(enumerate(before)), dict(enumerate(wholes)))  # inf only measures
     assert clip_gradients_(broken := [torch.tensor([math.inf, 1.0])], math.inf) == math.inf
     assert broken[0].tolist() == [math.inf, 1.0]
+    assert total_norm([torch.tensor([3 + 4j])]) == 5
     return "4 tensors of 1 to 1000 elements, torch's function too", 0.0
 
 
