@@ -254,9 +254,9 @@ class DDP(torch.nn.Module):
     gradients. Ranks must make the same number of backwards: there is no join().
 
     What counts is the backward, not the forward: every backward that reaches a parameter is
-    averaged, that of `model.module(x)` too, unless it runs in no_sync(); one that a rank makes alone
-    belongs in there. `.grad` lives in the bucket, as with torch's gradient_as_bucket_view=True: clone
-    what is to outlive the next backward.
+    averaged, that of `model.module(x)` too, unless it runs in no_sync(); one that a rank makes
+    alone belongs in there. `.grad` lives in the bucket, as with torch's
+    gradient_as_bucket_view=True: clone what is to outlive the next backward.
     """
 
     def __init__(self, module, device_ids=None, process_group=None, bucket_cap_mb=25,

@@ -1170,7 +1170,7 @@ def ddp_names_a_missing_rank():
 
 @check([dict(W=W) for W in (2, 3)])
 def ddp_names_ranks_out_of_step():
-    """Where a backward raised on one rank alone and is made again, all ranks raise, none averages."""
+    """A backward that raised on one rank alone and is made again makes all ranks raise."""
     module, call = wrapped("gpt", bucket_cap_mb=0.01)
     if dist.get_rank() == 0:
         handle = module.inner.blocks[1].mlp.down.weight.register_post_accumulate_grad_hook(planted)
