@@ -1474,7 +1474,7 @@ def naive_is_torch_under_autocast(dtype, mode):
        full=grid(W=(2, 3), mode=("naive", "ddp", "torch-ddp", "torch-fsdp")))
 def fp16_inf_on_one_rank(mode):
     """An inf in one rank's gradient makes every rank skip the step and halve the loss scale."""
-    run = Run(small_config(mode=mode, dtype="fp16", global_batch_size=2))
+    run = Run(small_config(mode=mode, dtype="fp16", global_batch_size=dist.get_world_size()))
     finish_gradients = train.finish_gradients
 
     def poisoned(model, config, worker):
