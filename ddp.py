@@ -7,8 +7,8 @@ ranks step with the mean of their gradients.
     model.clip_grad_norm_(1.0)
     optimizer.step(); optimizer.zero_grad()
 
-Replaces torch's DDP: 2,700 lines of Python and a C++ reducer of about the same length. How it works
-(Li et al., arXiv 2006.15704, section 3.2): parameters fall into buckets of some 25 MB, in reverse
+Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (Li et al., arXiv
+2006.15704, section 3.2): parameters fall into buckets of some 25 MB, in reverse
 order, since the backward reaches the last ones first. A hook on each parameter moves its gradient,
 times 1/W, into the bucket's flat buffer; a full bucket is summed over ranks while the backward goes
 on; a callback at the end of the backward waits for what is still under way.
@@ -249,7 +249,8 @@ class DDP(torch.nn.Module):
     differ in names, shapes, dtypes or frozen parameters.
 
     Names and meaning as in torch.nn.parallel.DistributedDataParallel. Also right here: parameters
-    frozen or thawed between steps, a change of dtype or device, several backwards of one forward.
+    frozen or thawed between steps (on all ranks alike), a change of dtype or device, several
+    backwards of one forward.
     Refused: `backward(create_graph=True)`, activation checkpointing with use_reentrant=True, sparse
     gradients. Ranks must make the same number of backwards: there is no join().
 
@@ -412,6 +413,7 @@ class DDP(torch.nn.Module):
         return 1 / self.world_size if self._comm_hook is None else 1.0  # a hook takes the mean
 
     def _begin_backward(self, p):
+        """The first gradient of a backward is there: refuse, or make ready for, what follows."""
         wrappers = [hook for hook in p._post_accumulate_grad_hooks.values()
                     if getattr(hook, "__module__", None) == __name__]
         if len(wrappers) > 1:
@@ -551,7 +553,8 @@ def inside_a_backward():
     """Whether this thread is in the middle of the backward of a Python autograd.Function."""
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code is BackwardCFunction.apply.__code__:  # f_locals would keep tensors alive
+        # By its code: looking into f_locals would keep the tensors of every caller alive.
+        if frame.f_code is BackwardCFunction.apply.__code__:
             return True
         frame = frame.f_back
     return False

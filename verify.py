@@ -1076,6 +1076,7 @@ def ddp_follows_changes():
 
 
 def follow_changes(alone, module, call):
+    """Change module and its copy alone alike, again and again; their gradients stay the same."""
     for change in (lambda m: [p.requires_grad_(n == "inner.frozen.weight")
                               for n, p in m.named_parameters()],
                    lambda m: m.inner.frozen.requires_grad_(True), lambda m: m.requires_grad_(True),
