@@ -77,11 +77,16 @@ def average_gradients(module, process_group=None):
 
 
 def add_in_rank_order(contributions, out):
-    """out = ((c0 + c1) + c2) + ...; overwrites c0. 16-bit ones are added in fp32, rounded once."""
-    total = contributions[0]
+    """out = ((c0 + c1) + c2) + ...; 16-bit ones are added in fp32, rounded once.
+
+    out may be one of them; c0 is overwritten where it is.
+    """
+    total, *rest = contributions
     if total.dtype.itemsize == 2:
         total = total.float()
-    for contribution in contributions[1:]:
+    elif rest and out.data_ptr() not in [c.data_ptr() for c in rest]:
+        total = torch.add(total, rest.pop(0), out=out)
+    for contribution in rest:
         total += contribution  # not torch.sum over a stack, which regroups from W = 5 on
     if total is not out:
         out.copy_(total)
@@ -128,6 +133,14 @@ def chunks_and_peers(flat, process_group):
 
 def reduce_scatter(flat, process_group=None, tag=0, scratch=None):
     """Sum flat, 1-D, over ranks, each rank its own chunk, in place. Other chunks stay as they were.
+    """
+    own = flat.tensor_split(dist.get_world_size(process_group))[dist.get_rank(process_group)]
+    add_in_rank_order(start_reduce_scatter(flat, process_group, tag, scratch)(), out=own)
+
+
+def start_reduce_scatter(flat, process_group=None, tag=0, scratch=None):
+    """Start to send each rank its chunk of flat -> a function that waits for it and returns this
+    rank's contributions in rank order; they stand in flat and in scratch.
 
     scratch: W - 1 chunks or more, for what arrives. Reused, it saves the page faults of fresh
     memory: a tenth of forward and backward of 32M parameters at W = 4.
@@ -136,15 +149,25 @@ def reduce_scatter(flat, process_group=None, tag=0, scratch=None):
     own = chunks[rank]
     if not adds_in_rank_order(flat, process_group):
         native = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        native(own, flat, group=process_group)
-        return
+        work = native(own, flat, group=process_group, async_op=True)
+
+        def finish_native():
+            work.wait()
+            return [own]
+
+        return finish_native
     if scratch is None:
         scratch = flat.new_empty(len(peers) * own.numel())
     room = scratch[:len(peers) * own.numel()].view(len(peers), own.numel())
     received = dict(zip(peers, room))
-    wait_for(exchange({q: chunks[q] for q in peers}, received, process_group, tag))
+    works = exchange({q: chunks[q] for q in peers}, received, process_group, tag)
     received[rank] = own
-    add_in_rank_order([received[q] for q in sorted(received)], out=own)
+
+    def finish():
+        wait_for(works)
+        return [received[q] for q in sorted(received)]
+
+    return finish
 
 
 def all_gather(flat, process_group=None, tag=0):
@@ -232,10 +255,214 @@ class Bucket:
 
 
 # -------------------------------------------------------------------------------------------------
-# the wrapper
+# the wrappers
 
 
-class DDP(torch.nn.Module):
+class Reducer(torch.nn.Module):
+    """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a bucket,
+    buckets are launched in order, and a callback ends the backward.
+
+    A subclass has `_follow_changes`, which makes `_buckets` and `_bucket_of` fit the parameters that
+    are trainable now; `_launch`, which starts to reduce a bucket; `_reduced`, which takes the result
+    in; and `_give_gradient`, which shows it to the optimizer. A bucket has `put`, `parameters`,
+    `index`, `flat`, `arrived`, `complete` and `wait`, see `Bucket`.
+    """
+
+    def _join(self, module, process_group):
+        """Take the module and its group. Not a collective."""
+        self.module = module
+        self.process_group = process_group or dist.group.WORLD
+        self.world_size = dist.get_world_size(process_group)
+        self.require_backward_grad_sync = True
+        self.exposed_s = 0.0  # seconds waited for communication in all steps so far
+
+    def _start(self):
+        """What belongs to this process, and what a copy makes anew. Not a collective."""
+        self._names = {p: name for name, p in self.module.named_parameters()
+                       if p.is_floating_point() or p.is_complex()}  # a tied one once
+        self._buckets, self._bucket_of = [], {}
+        self._task, self._n_launched = None, 0  # the engine's number of the backward under way
+        self._n_backwards = 0  # begun and to be synchronised, on all ranks alike
+        self._used = set()  # parameters that had a gradient since the last synchronisation
+        on_gradient = weakref.WeakMethod(self._on_gradient)  # p must not keep its wrapper alive
+        for p in self._names:
+            trained = p.requires_grad
+            p.requires_grad_(True)  # or it takes no hook, and would have none once it is thawed
+            handle = p.register_post_accumulate_grad_hook(lambda p: on_gradient()(p))
+            p.requires_grad_(trained)
+            weakref.finalize(self, handle.remove).atexit = False
+
+    def _check_ranks_agree(self, *options):
+        """Raise on every rank, naming the first difference, where ranks wrap different modules."""
+        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+        lines = [*options, *(f"{name} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}"
+                             for name, t in tensors)]
+        views = [None] * self.world_size
+        # With it goes rank 0's choice of a tag, lest two wrappers take each other's messages.
+        dist.all_gather_object(views, (secrets.randbits(30), lines), group=self.process_group)
+        self._tag, expected = views[0]
+        for rank, (_, found) in enumerate(views):
+            for ours, theirs in itertools.zip_longest(expected, found, fillvalue="nothing more"):
+                if ours != theirs:
+                    raise RuntimeError(f"{self._get_name()}: ranks wrap different modules: where rank 0 "
+                                       f"has {ours}, rank {rank} has {theirs}")
+
+    @torch.no_grad()
+    def _broadcast(self, tensors):
+        """Overwrite tensors by rank 0's, as bytes: one collective a device, whatever the dtypes."""
+        for device in dict.fromkeys(t.device for t in tensors if self.world_size > 1):
+            # .data: autograd may have saved a buffer, and need not hear of its new value.
+            there = [t.data for t in tensors if t.device == device]
+            parts = [t.contiguous().view(-1).view(torch.uint8) for t in there]
+            together = torch.cat(parts)
+            dist.broadcast(together, group_src=0, group=self.process_group)
+            for t, part, source in zip(there, parts, together.split([len(p) for p in parts])):
+                part.copy_(source)
+                if not t.is_contiguous():
+                    t.copy_(part.view(t.dtype).view(t.shape))
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards in here only accumulate, in the buckets; the next one outside averages."""
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def _on_gradient(self, p):
+        """Hook of p: autograd has added all that this backward adds to p.grad."""
+        if not p.requires_grad:  # frozen since the forward
+            return
+        if p.grad.layout != torch.strided:
+            raise RuntimeError(f"{self._get_name()}: the gradient of {self._names[p]} is sparse, which is not "
+                               f"supported: use sparse=False")
+        if self._task != torch._C._current_graph_task_id():
+            self._begin_backward(p)
+        bucket = self._bucket_of[p]
+        self._used.add(p)
+        if not self.require_backward_grad_sync:
+            bucket.put(p, 1.0)  # beside the bucket it would take 4 Psi bytes more
+            return
+        bucket.put(p, self._scale())
+        bucket.arrived.add(p)
+        # Strictly by index: ranks may complete buckets in different orders.
+        while self._n_launched < len(self._buckets) and self._buckets[self._n_launched].complete():
+            self._n_launched += 1
+            self._launch(self._buckets[self._n_launched - 1])
+
+    def _scale(self):
+        return 1 / self.world_size
+
+    def _begin_backward(self, p):
+        """The first gradient of a backward is there: refuse, or make ready for, what follows."""
+        wrappers = [hook for hook in p._post_accumulate_grad_hooks.values()
+                    if getattr(hook, "__module__", None) == __name__]
+        if len(wrappers) > 1:
+            raise RuntimeError(f"{self._get_name()}: {self._names[p]} is wrapped {len(wrappers)} "
+                               f"times, and would be averaged as often: delete the other wrapper "
+                               f"first")
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{self._get_name()}: backward(create_graph=True) is not supported, "
+                               f"since the mean is not recorded: use torch.autograd.grad inside "
+                               f"the loss")
+        if inside_a_backward():
+            raise RuntimeError(f"{self._get_name()}: a backward inside a backward is not "
+                               f"supported: in activation checkpointing pass use_reentrant=False")
+        if self._task is not None:
+            self._drop_unfinished()
+        self._follow_changes()
+        self._task = torch._C._current_graph_task_id()
+        if self.require_backward_grad_sync:
+            self._n_backwards += 1
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _drop_unfinished(self):
+        """Let go of a backward that raised: what it had launched still has to end."""
+        for bucket in self._buckets:
+            with contextlib.suppress(RuntimeError):
+                if bucket.wait is not None:
+                    bucket.wait()
+            bucket.wait = None
+        self._reset()
+
+    def _reset(self):
+        self._task, self._n_launched = None, 0
+        for bucket in self._buckets:
+            bucket.arrived.clear()
+
+    @torch.no_grad()
+    def _end_backward(self):
+        """The engine's callback after a backward: launch what is left, wait, agree on what is used.
+        """
+        for bucket in self._buckets[self._n_launched:]:
+            for p in bucket.parameters():
+                if p not in bucket.arrived:
+                    bucket.put(p, self._scale())  # no gradient, or one from no_sync()
+            self._n_launched += 1
+            self._launch(bucket)
+        if self._buckets[0].flat.is_cuda:
+            torch.cuda.current_stream().synchronize()  # lest the clock show the backward too
+        for bucket in self._buckets:
+            self._finish(bucket)
+        with self._exposed():
+            unused = self._agree_on_use()
+        self._reset()
+        self._used.clear()
+        self._report_unused(unused)
+
+    @contextlib.contextmanager
+    def _exposed(self):
+        """Adds its duration to the time that this thread has waited for communication."""
+        start_s = time.perf_counter()
+        yield
+        self.exposed_s += time.perf_counter() - start_s
+
+    def _finish(self, bucket):
+        """Wait for a bucket, if nobody has yet, and take in its result."""
+        if bucket.wait is None:
+            return
+        wait, bucket.wait = bucket.wait, None
+        try:
+            with self._exposed():
+                result = wait()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._get_name()}, rank {dist.get_rank(self.process_group)}: bucket "
+                f"{bucket.index() + 1} of {len(self._buckets)}, from "
+                f"{self._names[bucket.parameters()[0]]} on, was not averaged. If it timed out or "
+                f"lost its peer: a rank has died or makes fewer backwards (uneven inputs are not "
+                f"supported). {error}") from error
+        self._reduced(bucket, result)
+
+    def _agree_on_use(self):
+        """Give a parameter that has a gradient on some rank its gradient here too.
+
+        Returns the names of those that some rank did not use. Costs an all-reduce of two numbers a
+        parameter, and on CUDA a wait of the CPU for the backward.
+        """
+        parameters = [p for bucket in self._buckets for p in bucket.parameters()]
+        counts = [[self._has_gradient(p) for p in parameters] + [self._n_backwards],
+                  [p in self._used for p in parameters] + [0]]
+        counts = torch.tensor(counts, dtype=torch.int32, device=self._buckets[0].flat.device)
+        if self.world_size > 1:
+            dist.all_reduce(counts, group=self.process_group)
+        if counts[0, -1] != self.world_size * self._n_backwards:
+            raise RuntimeError(f"{self._get_name()}: ranks are out of step: this is backward "
+                               f"{self._n_backwards} here, but not on all ranks. Did one raise, or "
+                               f"make one more?")
+        unused = []
+        for p, n_gradients, n_used in zip(parameters, *counts.tolist()):
+            if n_gradients:
+                self._give_gradient(p)
+            if n_used < self.world_size:
+                unused.append(f"{self._names[p]} (unused on {self.world_size - n_used} of "
+                              f"{self.world_size} ranks)")
+        return unused
+
+
+class DDP(Reducer):
     """Average gradients over the ranks of process_group during every backward of module.
 
     device_ids: None, or the one CUDA device of module, to which inputs are moved.
@@ -270,38 +497,22 @@ class DDP(torch.nn.Module):
             raise ValueError(f"device_ids {device_ids}: give the module's one device, None on CPU")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb {bucket_cap_mb}: must be above 0")
-        self.module = module
+        self._join(module, process_group)
         self.input_device = device if device_ids else None
         self.bucket_cap_mb = bucket_cap_mb
         self.find_unused_parameters = find_unused_parameters
         self.broadcast_buffers = broadcast_buffers
-        self.require_backward_grad_sync = True
         self._comm_hook, self._comm_state = None, None
-        self._start(process_group)
+        self._start()
         self._build_buckets()
         self._broadcast([*module.parameters(), *module.buffers()])
 
-    def _start(self, process_group):
-        """What belongs to this process, and what a copy makes anew. Not a collective."""
-        self.process_group = process_group or dist.group.WORLD
-        self.world_size = dist.get_world_size(process_group)
-        self.exposed_s = 0.0  # seconds that the last backward waited for communication
-        self._names = {p: name for name, p in self.module.named_parameters()
-                       if p.is_floating_point() or p.is_complex()}  # a tied one once
-        self._layout, self._buckets, self._bucket_of = None, [], {}
-        self._task, self._n_launched = None, 0  # the engine's number of the backward under way
-        self._n_backwards = 0  # begun and to be synchronised, on all ranks alike
-        self._used = set()  # parameters that had a gradient since the last synchronisation
+    def _start(self):
+        super()._start()
+        self._layout = None
         self._sync_buffers = True  # before the next forward
         # One thread, so first in, first out: waits for peers and adds while the backward goes on.
         self._lane = concurrent.futures.ThreadPoolExecutor(1, "ddp")
-        on_gradient = weakref.WeakMethod(self._on_gradient)  # p must not keep its wrapper alive
-        for p in self._names:
-            trained = p.requires_grad
-            p.requires_grad_(True)  # or it takes no hook, and would have none once it is thawed
-            handle = p.register_post_accumulate_grad_hook(lambda p: on_gradient()(p))
-            p.requires_grad_(trained)
-            weakref.finalize(self, handle.remove).atexit = False
 
     def __getstate__(self):
         """For deepcopy and pickle. The copy is in the default group and builds its buckets in its
@@ -312,14 +523,15 @@ class DDP(torch.nn.Module):
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._start(None)
+        self._join(self.module, None)
+        self._start()
 
     def _current_layout(self):
         return [(id(p), p.shape, p.dtype, p.device) for p in self._names if p.requires_grad]
 
     def _build_buckets(self):
         """Divide the trainable parameters among buckets. A collective; raises if ranks differ."""
-        self._check_ranks_agree()
+        self._check_ranks_agree(f"bucket_cap_mb={self.bucket_cap_mb}")
         self._layout = self._current_layout()
         self._scratch = {}  # dtype -> tensor, as large as the largest bucket will need
         cap, full, filling = int(self.bucket_cap_mb * 2**20), [], {}
@@ -335,36 +547,6 @@ class DDP(torch.nn.Module):
         self._buckets = [Bucket(i, i == len(full) - 1, ps) for i, ps in enumerate(full)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}
 
-    def _check_ranks_agree(self):
-        """Raise on every rank, naming the first difference, where ranks wrap different modules."""
-        tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-        lines = [f"bucket_cap_mb={self.bucket_cap_mb}", *(
-            f"{name} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}"
-            for name, t in tensors)]
-        views = [None] * self.world_size
-        # With it goes rank 0's choice of a tag, lest two wrappers take each other's messages.
-        dist.all_gather_object(views, (secrets.randbits(31), lines), group=self.process_group)
-        self._tag, expected = views[0]
-        for rank, (_, found) in enumerate(views):
-            for ours, theirs in itertools.zip_longest(expected, found, fillvalue="nothing more"):
-                if ours != theirs:
-                    raise RuntimeError(f"DDP: ranks wrap different modules: where rank 0 has "
-                                       f"{ours}, rank {rank} has {theirs}")
-
-    @torch.no_grad()
-    def _broadcast(self, tensors):
-        """Overwrite tensors by rank 0's, as bytes: one collective a device, whatever the dtypes."""
-        for device in dict.fromkeys(t.device for t in tensors if self.world_size > 1):
-            # .data: autograd may have saved a buffer, and need not hear of its new value.
-            there = [t.data for t in tensors if t.device == device]
-            parts = [t.contiguous().view(-1).view(torch.uint8) for t in there]
-            together = torch.cat(parts)
-            dist.broadcast(together, group_src=0, group=self.process_group)
-            for t, part, source in zip(there, parts, together.split([len(p) for p in parts])):
-                part.copy_(source)
-                if not t.is_contiguous():
-                    t.copy_(part.view(t.dtype).view(t.shape))
-
     # ---- forward
 
     def forward(self, *inputs, **kwargs):
@@ -377,73 +559,17 @@ class DDP(torch.nn.Module):
                 torch.Tensor, lambda t: t.to(self.input_device), (inputs, kwargs))
         return self.module(*inputs, **kwargs)
 
-    @contextlib.contextmanager
-    def no_sync(self):
-        """Backwards in here only accumulate, in the buckets; the next one outside averages."""
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            yield
-        finally:
-            self.require_backward_grad_sync = before
-
     # ---- backward
 
-    def _on_gradient(self, p):
-        """Hook of p: autograd has added all that this backward adds to p.grad."""
-        if not p.requires_grad:  # frozen since the forward
-            return
-        if p.grad.layout != torch.strided:
-            raise RuntimeError(f"DDP: the gradient of {self._names[p]} is sparse, which is not "
-                               f"supported: use sparse=False")
-        if self._task != torch._C._current_graph_task_id():
-            self._begin_backward(p)
-        bucket = self._bucket_of[p]
-        self._used.add(p)
-        if not self.require_backward_grad_sync:
-            bucket.put(p, 1.0)  # beside the bucket it would take 4 Psi bytes more
-            return
-        bucket.put(p, self._scale())
-        bucket.arrived.add(p)
-        # Strictly by index: ranks may complete buckets in different orders.
-        while self._n_launched < len(self._buckets) and self._buckets[self._n_launched].complete():
-            self._launch(self._buckets[self._n_launched])
-
     def _scale(self):
-        return 1 / self.world_size if self._comm_hook is None else 1.0  # a hook takes the mean
+        return super()._scale() if self._comm_hook is None else 1.0  # a hook takes the mean
 
-    def _begin_backward(self, p):
-        """The first gradient of a backward is there: refuse, or make ready for, what follows."""
-        wrappers = [hook for hook in p._post_accumulate_grad_hooks.values()
-                    if getattr(hook, "__module__", None) == __name__]
-        if len(wrappers) > 1:
-            raise RuntimeError(f"DDP: {self._names[p]} is wrapped {len(wrappers)} times, and would "
-                               f"be averaged as often: delete the other wrapper first")
-        if torch.is_grad_enabled():
-            raise RuntimeError("DDP: backward(create_graph=True) is not supported, since the mean "
-                               "is not recorded: use torch.autograd.grad inside the loss")
-        if inside_a_backward():
-            raise RuntimeError("DDP: a backward inside a backward is not supported: in activation "
-                               "checkpointing pass use_reentrant=False")
-        for bucket in self._buckets[:self._n_launched]:  # left by a backward that raised
-            with contextlib.suppress(RuntimeError):
-                bucket.wait()
-        self._reset()
+    def _follow_changes(self):
         if self._layout != self._current_layout():  # frozen, thawed, moved or cast since
             self._build_buckets()
-        self._task = torch._C._current_graph_task_id()
-        if self.require_backward_grad_sync:
-            self._n_backwards += 1
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _reset(self):
-        self._task, self._n_launched = None, 0
-        for bucket in self._buckets:
-            bucket.arrived.clear()
 
     def _launch(self, bucket):
         """Start to reduce a bucket, all of whose gradients are in place."""
-        self._n_launched += 1
         if self._comm_hook is None:
             bucket.wait = self._start_all_reduce(bucket.flat)
             return
@@ -471,66 +597,23 @@ class DDP(torch.nn.Module):
         all_reduce(*arguments)  # on CUDA streams keep the order
         return lambda: None
 
-    @torch.no_grad()
-    def _end_backward(self):
-        """The engine's callback after a backward: launch what is left, wait, agree on what is used.
-        """
-        for bucket in self._buckets[self._n_launched:]:
-            for p in bucket.parameters():
-                if p not in bucket.arrived:
-                    bucket.put(p, self._scale())  # no gradient, or one from no_sync()
-            self._launch(bucket)
-        if self._buckets[0].flat.is_cuda:
-            torch.cuda.current_stream().synchronize()  # lest the clock show the backward too
-        start_s = time.perf_counter()
-        for bucket in self._buckets:
-            self._finish(bucket)
-        unused = self._agree_on_use()
-        self.exposed_s = time.perf_counter() - start_s
-        self._reset()
-        self._used.clear()
-        if unused and not self.find_unused_parameters:
-            raise RuntimeError(f"DDP: no gradient in this backward for {', '.join(unused)}. Freeze "
-                               f"them, or pass find_unused_parameters=True if this is meant")
-
-    def _finish(self, bucket):
-        """Wait for a bucket; a hook may have left its result elsewhere."""
-        try:
-            result = bucket.wait()
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"DDP, rank {dist.get_rank(self.process_group)}: bucket {bucket.index() + 1} of "
-                f"{len(self._buckets)}, from {self._names[bucket.parameters()[0]]} on, was not "
-                f"averaged. If it timed out or lost its peer: a rank has died or makes fewer "
-                f"backwards (uneven inputs are not supported). {error}") from error
-        if self._comm_hook is not None:
+    def _reduced(self, bucket, result):
+        if self._comm_hook is not None:  # it may have left its result elsewhere
             result = result if isinstance(result, torch.Tensor) else result[0]
             if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result)
 
-    def _agree_on_use(self):
-        """Give a parameter that has a gradient on some rank its gradient here too.
+    def _has_gradient(self, p):
+        return p.grad is not None
 
-        Returns the names of those that some rank did not use. Costs an all-reduce of two numbers a
-        parameter, and on CUDA a wait of the CPU for the backward.
-        """
-        views = {p: view for bucket in self._buckets for p, view in bucket.views.items()}
-        counts = [[p.grad is not None for p in views] + [self._n_backwards],
-                  [p in self._used for p in views] + [0]]
-        counts = torch.tensor(counts, dtype=torch.int32, device=self._buckets[0].flat.device)
-        if self.world_size > 1:
-            dist.all_reduce(counts, group=self.process_group)
-        if counts[0, -1] != self.world_size * self._n_backwards:
-            raise RuntimeError(f"DDP: ranks are out of step: this is backward {self._n_backwards} "
-                               f"here, but not on all ranks. Did one raise, or make one more?")
-        unused = []
-        for (p, view), n_gradients, n_used in zip(views.items(), *counts.tolist()):
-            if n_gradients and p.grad is None:
-                p.grad = view
-            if n_used < self.world_size:
-                unused.append(f"{self._names[p]} (unused on {self.world_size - n_used} of "
-                              f"{self.world_size} ranks)")
-        return unused
+    def _give_gradient(self, p):
+        if p.grad is None:
+            p.grad = self._bucket_of[p].views[p]
+
+    def _report_unused(self, unused):
+        if unused and not self.find_unused_parameters:
+            raise RuntimeError(f"DDP: no gradient in this backward for {', '.join(unused)}. Freeze "
+                               f"them, or pass find_unused_parameters=True if this is meant")
 
     # ---- beside the backward
 

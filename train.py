@@ -535,13 +535,11 @@ def forward_backward(model, scaler, batches, step, config, worker):
 def finish_gradients(model, config, worker):
     """Average gradients over ranks, where no wrapper did so during the backward.
 
-    Returns the seconds that the training thread waited for communication; None in the torch modes,
-    which wait inside their backward, where it cannot be seen from here.
+    Returns the seconds that the training thread waited for communication in all steps so far; None
+    in the torch modes, which wait inside their backward, where it cannot be seen from here.
     """
-    if config.mode == "ddp":
-        return model.exposed_s
     if config.mode != "naive":
-        return 0.0 if config.mode == "single" else None
+        return getattr(model, "exposed_s", 0.0 if config.mode == "single" else None)
     worker.synchronize()
     start_s = time.perf_counter()
     average_gradients(model)
