@@ -88,7 +88,7 @@ def add_in_rank_order(contributions, out):
         total = torch.add(total, rest.pop(0), out=out)
     for contribution in rest:
         total += contribution  # not torch.sum over a stack, which regroups from W = 5 on
-    if total is not out:
+    if total.data_ptr() != out.data_ptr():
         out.copy_(total)
 
 
@@ -276,12 +276,16 @@ class Reducer(torch.nn.Module):
         self.require_backward_grad_sync = True
         self.exposed_s = 0.0  # seconds waited for communication in all steps so far
 
-    def _start(self):
-        """What belongs to this process, and what a copy makes anew. Not a collective."""
-        self._names = {p: name for name, p in self.module.named_parameters()
-                       if p.is_floating_point() or p.is_complex()}  # a tied one once
+    def _start(self, named):
+        """What belongs to this process, and what a copy makes anew. Not a collective.
+
+        named: {name: parameter}, a tied one once.
+        """
+        self._names = {p: name for name, p in named.items()
+                       if p.is_floating_point() or p.is_complex()}
         self._buckets, self._bucket_of = [], {}
-        self._task, self._n_launched = None, 0  # the engine's number of the backward under way
+        self._task, self._n_launched = None, 0  # the engine's number of the last backward
+        self._under_way = False  # a backward that is to be synchronised has begun, and not ended
         self._n_backwards = 0  # begun and to be synchronised, on all ranks alike
         self._used = set()  # parameters that had a gradient since the last synchronisation
         on_gradient = weakref.WeakMethod(self._on_gradient)  # p must not keep its wrapper alive
@@ -343,14 +347,17 @@ class Reducer(torch.nn.Module):
         bucket = self._bucket_of[p]
         self._used.add(p)
         if not self.require_backward_grad_sync:
-            bucket.put(p, 1.0)  # beside the bucket it would take 4 Psi bytes more
+            self._put(bucket, p, 1.0)  # beside the bucket it would take 4 Psi bytes more
             return
-        bucket.put(p, self._scale())
+        self._put(bucket, p, self._scale())
         bucket.arrived.add(p)
         # Strictly by index: ranks may complete buckets in different orders.
         while self._n_launched < len(self._buckets) and self._buckets[self._n_launched].complete():
             self._n_launched += 1
             self._launch(self._buckets[self._n_launched - 1])
+
+    def _put(self, bucket, p, scale):
+        bucket.put(p, scale)
 
     def _scale(self):
         return 1 / self.world_size
@@ -370,12 +377,13 @@ class Reducer(torch.nn.Module):
         if inside_a_backward():
             raise RuntimeError(f"{self._get_name()}: a backward inside a backward is not "
                                f"supported: in activation checkpointing pass use_reentrant=False")
-        if self._task is not None:
+        if self._under_way:
             self._drop_unfinished()
         self._follow_changes()
         self._task = torch._C._current_graph_task_id()
         if self.require_backward_grad_sync:
             self._n_backwards += 1
+            self._under_way = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _drop_unfinished(self):
@@ -388,7 +396,7 @@ class Reducer(torch.nn.Module):
         self._reset()
 
     def _reset(self):
-        self._task, self._n_launched = None, 0
+        self._task, self._n_launched, self._under_way = None, 0, False
         for bucket in self._buckets:
             bucket.arrived.clear()
 
@@ -399,10 +407,10 @@ class Reducer(torch.nn.Module):
         for bucket in self._buckets[self._n_launched:]:
             for p in bucket.parameters():
                 if p not in bucket.arrived:
-                    bucket.put(p, self._scale())  # no gradient, or one from no_sync()
+                    self._put(bucket, p, self._scale())  # no gradient, or one from no_sync()
             self._n_launched += 1
             self._launch(bucket)
-        if self._buckets[0].flat.is_cuda:
+        if next(iter(self._names)).is_cuda:
             torch.cuda.current_stream().synchronize()  # lest the clock show the backward too
         for bucket in self._buckets:
             self._finish(bucket)
@@ -410,7 +418,10 @@ class Reducer(torch.nn.Module):
             unused = self._agree_on_use()
         self._reset()
         self._used.clear()
-        self._report_unused(unused)
+        if unused and not self.find_unused_parameters:
+            raise RuntimeError(f"{self._get_name()}: no gradient in this backward for "
+                               f"{', '.join(unused)}. Freeze them, or pass "
+                               f"find_unused_parameters=True if this is meant")
 
     @contextlib.contextmanager
     def _exposed(self):
@@ -445,7 +456,7 @@ class Reducer(torch.nn.Module):
         parameters = [p for bucket in self._buckets for p in bucket.parameters()]
         counts = [[self._has_gradient(p) for p in parameters] + [self._n_backwards],
                   [p in self._used for p in parameters] + [0]]
-        counts = torch.tensor(counts, dtype=torch.int32, device=self._buckets[0].flat.device)
+        counts = torch.tensor(counts, dtype=torch.int32, device=parameters[0].device)
         if self.world_size > 1:
             dist.all_reduce(counts, group=self.process_group)
         if counts[0, -1] != self.world_size * self._n_backwards:
@@ -508,7 +519,7 @@ class DDP(Reducer):
         self._broadcast([*module.parameters(), *module.buffers()])
 
     def _start(self):
-        super()._start()
+        super()._start(dict(self.module.named_parameters()))
         self._layout = None
         self._sync_buffers = True  # before the next forward
         # One thread, so first in, first out: waits for peers and adds while the backward goes on.
@@ -609,11 +620,6 @@ class DDP(Reducer):
     def _give_gradient(self, p):
         if p.grad is None:
             p.grad = self._bucket_of[p].views[p]
-
-    def _report_unused(self, unused):
-        if unused and not self.find_unused_parameters:
-            raise RuntimeError(f"DDP: no gradient in this backward for {', '.join(unused)}. Freeze "
-                               f"them, or pass find_unused_parameters=True if this is meant")
 
     # ---- beside the backward
 

@@ -1,0 +1,950 @@
+"""ZeRO: data parallelism in which each of N_d ranks keeps 1/N_d of what is needed only now and then.
+
+    model = Zero3(module)                    # or Zero1, Zero2; then as with DDP
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False)   # this rank's shards
+    loss = model(x, y)
+    loss.backward()                          # on return every shard's `.grad` is the mean over ranks
+    model.clip_grad_norm_(1.0)
+    optimizer.step(); optimizer.zero_grad()
+
+Replaces torch's ZeroRedundancyOptimizer (1,700 lines) and FSDP2 (5,700). How it works (Rajbhandari et
+al., arXiv 1910.02054, section 5): the parameters of a unit, a block of the model, lie in flat buffers
+of which rank r owns the r-th part. Three verbs: gather the parameters, reduce the gradients, free.
+
+    stage  shards           bytes a rank holds, fp32, Adam   elements sent a step
+    DDP    nothing          16 Psi                           2 Psi
+    Zero1  P_os             8 Psi + 8 Psi / N_d              2 Psi
+    Zero2  P_os+g           4 Psi + 12 Psi / N_d             2 Psi, + 2 Psi a further micro-step
+    Zero3  P_os+g+p         16 Psi / N_d                     3 Psi, + 3 Psi a further micro-step
+
+How it differs: in Zero3 whole parameters live in two slots that units take turns in, as lines of a
+cache. A weight that autograd has saved fetches its unit again when the backward asks for it, so no
+graph can meet a freed weight, however it is built. Every element's contributions are added in rank
+order, micro-step by micro-step: the bits of one process that accumulates the same micro batches.
+
+Cost beside the table: in Zero2 and Zero3 some two buckets of gradients and one of scratch during the
+backward; in Zero3 two units and the root, whole, during forward and backward.
+"""
+
+import collections
+import itertools
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ddp import (Reducer, add_in_rank_order, all_gather, clip_gradients_, start_reduce_scatter,
+                 wait_for)
+
+BUCKET_BYTES = 25 * 2**20  # a bucket is full at this size: torch DDP's number
+ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
+# They look at a parameter as a whole, so a step on shards would be another one, without a word.
+NOT_ELEMENT_WISE = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"}
+
+
+def in_backward():
+    """Whether autograd is at work in this thread: a forward now recomputes a checkpoint."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def dense(p):
+    """(shape, strides) of p if it were packed, dimensions in its order of memory."""
+    return p.shape, torch.empty_like(p, device="meta").stride()
+
+
+# -------------------------------------------------------------------------------------------------
+# memory
+
+
+class Slot:
+    """Memory that holds the whole parameters of one unit at a time."""
+
+    def __init__(self, device):
+        self.storage = torch.UntypedStorage(0, device=device)
+        self.n_bytes = 0  # of the largest unit that uses it
+        self.holder = None  # the unit whose parameters are here, or on their way
+
+    def tensor(self, dtype, offset, shape, strides):
+        """A view of the memory from byte `offset` on; valid again after every `allocate`."""
+        empty = torch.empty(0, dtype=dtype, device=self.storage.device)
+        return empty.set_(self.storage, offset // dtype.itemsize, shape, strides)
+
+    def allocate(self):
+        if self.storage.size() < self.n_bytes:
+            self.storage.resize_(self.n_bytes)
+
+    def evict(self):
+        if self.holder is not None:
+            self.holder.wait()  # what it still sends comes from here
+            self.holder.swap_in(False)
+            self.holder = None
+
+    def free(self):
+        self.evict()
+        self.storage.resize_(0)
+
+
+class Spare:
+    """Buffers not in use now, by size: fresh memory costs a page fault every 4 kB."""
+
+    def __init__(self):
+        self.buffers = collections.defaultdict(list)
+
+    def take(self, n, dtype, device):
+        buffers = self.buffers[n, dtype, device]
+        return buffers.pop() if buffers else torch.empty(n, dtype=dtype, device=device)
+
+    def give(self, buffer):
+        self.buffers[len(buffer), buffer.dtype, buffer.device].append(buffer)
+
+
+class Bucket:
+    """Parameters of one kind, one after the other in a flat buffer that is cut into W equal shards.
+
+        whole      (W S,) in param_dtype, in the unit's slot: what forward and backward use
+        master     (S,) in the parameters' own dtype; the optimizer's shards are views of it
+        flat       (W S,) in reduce_dtype: this rank's gradients, until they are reduced
+        gradient   (S,) as master: the mean over ranks; the shards' `.grad` are views of it
+    """
+
+    def __init__(self, parameters, rank, world_size, param_dtype, reduce_dtype):
+        first = parameters[0]
+        self.dtype, self.device = first.dtype, first.device
+        self.param_dtype = param_dtype if param_dtype and self.dtype.is_floating_point else self.dtype
+        self.reduce_dtype = reduce_dtype if reduce_dtype and self.dtype.is_floating_point else self.dtype
+        align = ALIGN_BYTES // min(self.dtype.itemsize, self.param_dtype.itemsize)
+        self.starts, n = {}, 0  # in elements
+        for p in parameters:
+            self.starts[p] = n
+            n += -(-p.numel() // align) * align
+        self.rank, self.world_size, self.size = rank, world_size, -(-n // world_size)  # S
+        self.whole = self.master = self.flat = self.gradient = None
+        self.shards, self.gradients = {}, {}  # parameter -> its part of master, of gradient
+        self.addresses, self.was_trained = {}, {}  # parameter -> what it was last seen to be
+        self.trained = []
+        self.arrived = set()  # parameters with a gradient in this backward
+        self.filled = set()  # parameters with a gradient in flat
+        self.room = self.wait = self.place = None  # while it is being reduced
+
+    # what a Reducer asks for
+
+    def parameters(self):
+        return self.trained
+
+    def index(self):
+        return self.place
+
+    def complete(self):
+        return len(self.arrived) == len(self.trained)
+
+    def put(self, p, scale):
+        """Move p.grad into flat, added to what is there of p; then all of it times scale."""
+        view = self.flat.as_strided(*dense(p), self.starts[p])
+        if p in self.filled:
+            if p.grad is not None:
+                view.add_(p.grad)
+            view.mul_(scale)
+        elif p.grad is None:
+            view.zero_()  # not used here, maybe elsewhere
+        elif p.grad.dtype == view.dtype:
+            torch.mul(p.grad, scale, out=view)
+        else:
+            view.copy_(p.grad).mul_(scale)  # in the dtype of the sum
+        self.filled.add(p)
+        p.grad = None  # frees what autograd made
+
+    # shards
+
+    def own(self, buffer):
+        """This rank's shard of a (W S,) buffer."""
+        return buffer[self.rank * self.size:(self.rank + 1) * self.size]
+
+    def part(self, p):
+        """(first, end) of this rank's part of p, counted within p; equal where it has none."""
+        first = min(max(self.rank * self.size - self.starts[p], 0), p.numel())
+        end = min(max((self.rank + 1) * self.size - self.starts[p], first), p.numel())
+        return first, end
+
+    def view(self, p, shard):
+        """This rank's part of p in a (S,) shard: (n, 1, ..., 1), with p's number of dimensions."""
+        first, end = self.part(p)
+        offset = self.starts[p] + first - self.rank * self.size if end > first else 0
+        return shard[offset:offset + end - first].view(end - first, *[1] * (p.dim() - 1))
+
+    def set_gradient(self, gradient):
+        self.gradient = gradient
+        self.gradients = {p: self.view(p, gradient) for p in self.starts}
+
+    def earlier(self):
+        """What backwards before this one have left in the shards' `.grad`, (S,), or None."""
+        left = {p: self.shards[p].grad for p in self.trained if self.shards[p].grad is not None}
+        if not left:
+            return None
+        if len(left) == len(self.trained) and all(g is self.gradients[p] for p, g in left.items()):
+            return self.gradient
+        together = torch.zeros_like(self.gradient)
+        for p, gradient in left.items():
+            self.view(p, together).copy_(gradient)
+        return together
+
+    def gather(self, process_group, tag):
+        """Start to fill whole from the masters of all ranks -> works for `wait_for`."""
+        own = self.own(self.whole)
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master)  # the cast comes before the exchange: half the bytes in bf16
+        return all_gather(self.whole, process_group, tag)
+
+
+class Unit:
+    """A part of the model whose parameters are gathered together: a block, or, the root, the rest.
+
+    A parameter stands in its module as whole while the unit is swapped in, otherwise as this rank's
+    shard.
+    """
+
+    def __init__(self, name, module, submodules, places, depth, slot, tag):
+        self.name, self.module, self.depth, self.slot, self.tag = name, module, depth, slot, tag
+        self.submodules = submodules  # those in no other unit
+        self.places = places  # [(module, attribute, parameter)], several for a tied parameter
+        self.buckets = []
+        self.works = []  # of a gather under way
+        self.n_calls = 0  # forwards under way
+        self.swapped_in = True
+        self.version = None  # of the masters that were gathered last
+
+    def parameters(self):
+        return list(dict.fromkeys(p for _, _, p in self.places))
+
+    def start(self, process_group):
+        """Start to gather the whole parameters into the slot."""
+        version = sum(bucket.master._version for bucket in self.buckets)
+        if version != self.version:  # so that autograd notices when a graph is of other weights
+            increment_version(self.parameters())
+            self.version = version
+        for bucket in self.buckets:
+            self.works += bucket.gather(process_group, self.tag)
+
+    def wait(self):
+        works, self.works = self.works, []
+        try:
+            wait_for(works)
+        except RuntimeError as error:
+            raise RuntimeError(f"the parameters of {self.name} were not gathered. If it timed out: "
+                               f"a rank has died or makes fewer forwards. {error}") from error
+
+    def swap_in(self, whole):
+        if self.swapped_in != whole:
+            self.swapped_in = whole
+            shards = {p: shard for bucket in self.buckets for p, shard in bucket.shards.items()}
+            for module, attribute, p in self.places:
+                module._parameters[attribute] = p if whole else shards[p]
+
+
+def find_units(module):
+    """The elements of the outermost ModuleLists of module: {name: unit's module}."""
+    found, lists = {}, []
+    for name, m in module.named_modules():
+        if isinstance(m, torch.nn.ModuleList) and not name.startswith(tuple(lists)):
+            lists.append(f"{name}." if name else "")
+            found |= {f"{name}.{i}".lstrip("."): element for i, element in enumerate(m)}
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
+# stage 1
+
+
+def refuse_load(module, *_):
+    """Hook of a wrapped module: its parameters are shards, or copies that the next forward drops."""
+    raise RuntimeError("this module is sharded: load whole weights by load_full_state_dict() of its "
+                       "wrapper")
+
+
+class Zero1(Reducer):
+    """P_os: each rank keeps optimizer state for 1/W of the parameters, and updates only these.
+
+    8 Psi + 8 Psi/W bytes in fp32 with Adam. A step reduces gradients to their owners during the
+    backward, Psi elements, and gathers updated shards under the next forward, Psi elements.
+
+    process_group: the ranks to shard over; None for all.
+    units: modules whose parameters are gathered together; None: elements of the outermost
+    ModuleLists. What is in none of them, or in two, belongs to the root.
+    param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast;
+    None leaves both. The shards keep the module's dtype, and so does the optimizer's state.
+    reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
+    init_fn: called as init_fn(submodule) to fill parameters and buffers that are on the meta device;
+    without it the module's `init_weights()`, which must skip what is still on meta, or else
+    `reset_parameters()` of the submodules. Rank 0's values count, as for modules that hold values.
+
+    Gradients held back by no_sync() are whole. `zero_grad()` of this wrapper drops them, that of an
+    optimizer does not see them. A forward is a collective, also one that only evaluates.
+
+    Raises RuntimeError where ranks wrap different modules, TypeError when copied, ValueError for a
+    unit that is no submodule.
+    """
+
+    _keeps_whole = True
+
+    def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
+                 init_fn=None):
+        super().__init__()
+        self._join(module, process_group)
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.find_unused_parameters = True  # what no rank used keeps `grad is None`
+        self._check_ranks_agree(f"param_dtype={param_dtype}", f"reduce_dtype={reduce_dtype}")
+        self._device = self._find_device()
+        self._spare = Spare()
+        self._stack = []  # units whose forward is under way, the innermost last
+        self._build_units(units)
+        self._take_in_values(init_fn)
+        self._start({name: p for p, name in self._name_of.items()})
+        self._index_buckets()
+        self._add_hooks()
+
+    # ---- construction
+
+    def _find_device(self):
+        devices = {p.device for p in self.module.parameters() if not p.is_meta}
+        if len(devices) > 1:
+            raise RuntimeError(f"{self._get_name()}: the module is on {len(devices)} devices: move "
+                               f"it to one before wrapping it")
+        nccl = "nccl" in dist.get_backend(self.process_group)
+        return next(iter(devices), torch.device("cuda" if nccl else "cpu"))
+
+    def _build_units(self, units):
+        """Divide the parameters, not yet their values, among units."""
+        name_of = {m: name for name, m in self.module.named_modules()}
+        if units is None:
+            chosen = list(dict.fromkeys(find_units(self.module).values()))
+        else:
+            chosen = list(dict.fromkeys(units))
+        for m in chosen:
+            if m not in name_of or m is self.module:
+                raise ValueError(f"{self._get_name()}: units has a {type(m).__name__} that is not a "
+                                 f"submodule of the {type(self.module).__name__}")
+        inside = {m: set(m.modules()) for m in chosen}
+        # The innermost units around a module: with two, or none, its parameters are the root's.
+        around = {m: [u for u in chosen if m in inside[u]] for m in name_of}
+        around = {m: [u for u in us if not any(v is not u and v in inside[u] for v in us)]
+                  for m, us in around.items()}
+        owner = {m: us[0] if len(us) == 1 else None for m, us in around.items()}
+        places, owners = [], collections.defaultdict(set)
+        for m in name_of:
+            for attribute, p in m._parameters.items():
+                if p is not None:
+                    places.append((m, attribute, p))
+                    owners[p].add(owner[m])
+        self._named = dict(self.module.named_parameters(remove_duplicate=False))
+        self._name_of = {p: name for name, p in self.module.named_parameters()}
+        self._units = []  # the root, then the others in order of the module
+        for m in (None, *sorted(chosen, key=list(name_of).index)):
+            own = [place for place in places
+                   if owners[place[2]] == {m} or (m is None and len(owners[place[2]]) > 1)]
+            submodules = [n for n in name_of if owner[n] is m]
+            depth = None if m is None else sum(m in inside[u] for u in chosen)
+            self._units.append(Unit(name_of.get(m, "the root"), self.module if m is None else m,
+                                    submodules, own, depth, self._slot(depth),
+                                    self._tag + 1 + len(self._units)))
+        self._root = self._units[0]
+
+    def _slot(self, depth):
+        """The memory of the next unit; depth counts the units around it, None for the root."""
+        return Slot(self._device)
+
+    @torch.no_grad()
+    def _take_in_values(self, init_fn):
+        """Unit by unit: fill what is on meta, agree with rank 0, keep what the stage keeps.
+
+        No rank ever holds more than one unit beside its shards. While there is something on meta, the
+        parameters of all units but one are, so that filling one does not touch another.
+        """
+        meta = any(t.is_meta for t in itertools.chain(self.module.parameters(),
+                                                      self.module.buffers()))
+        for unit in self._units:
+            if meta:
+                self._materialise(unit, init_fn)
+            self._make_buckets(unit)
+            if meta:
+                for module, attribute, p in unit.places:
+                    module._parameters[attribute] = torch.nn.Parameter(
+                        torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for unit in self._units:
+            unit.swapped_in = None  # neither, so that it is set now
+            unit.swap_in(self._keeps_whole)
+            if not self._keeps_whole:
+                unit.slot.free()
+        self._broadcast(list(self.module.buffers()))
+
+    def _materialise(self, unit, init_fn):
+        """Give memory, and then values, to what is on meta in the submodules of unit."""
+        empty = [m for m in unit.submodules if any(
+            t.is_meta for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)]
+        for p in unit.parameters():
+            if p.is_meta:
+                real = torch.nn.Parameter(torch.empty_like(p, device=self._device), p.requires_grad)
+                torch.utils.swap_tensors(p, real)  # the modules' p stays the same object
+        for m in empty:
+            for name, buffer in m._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    m._buffers[name] = torch.empty_like(buffer, device=self._device)
+        if empty and init_fn is None and hasattr(self.module, "init_weights"):
+            self.module.init_weights()
+            return
+        for m in empty:
+            reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
+            if init_fn is None and reset is None:
+                raise RuntimeError(f"{self._get_name()}: {unit.name} has a {type(m).__name__} on the "
+                                   f"meta device without reset_parameters(): pass init_fn")
+            reset() if init_fn is None else init_fn(m)
+        for m, attribute, p in unit.places:
+            if m._parameters[attribute] is not p:  # init_fn has put its own there
+                p.copy_(m._parameters[attribute])
+
+    def _make_buckets(self, unit):
+        """Cut the parameters of unit into shards, from rank 0's values."""
+        groups, filling = [], {}
+        for p in reversed(unit.parameters()):
+            kind = p.requires_grad, p.dtype
+            filling.setdefault(kind, []).append(p)
+            if sum(q.numel() * q.element_size() for q in filling[kind]) >= BUCKET_BYTES:
+                groups.append(filling.pop(kind))
+        rank, offsets, n_bytes = dist.get_rank(self.process_group), [], 0
+        for parameters in (*groups, *filling.values()):
+            bucket = Bucket(parameters, rank, self.world_size, self.param_dtype, self.reduce_dtype)
+            unit.buckets.append(bucket)
+            offsets.append(n_bytes)
+            n_bytes += self.world_size * bucket.size * bucket.param_dtype.itemsize
+            n_bytes += -n_bytes % ALIGN_BYTES
+        unit.slot.n_bytes = max(unit.slot.n_bytes, n_bytes)
+        unit.slot.allocate()
+        for bucket, offset in zip(unit.buckets, offsets):
+            values = torch.zeros(self.world_size * bucket.size, dtype=bucket.dtype,
+                                 device=self._device)
+            for p, start in bucket.starts.items():
+                values.as_strided(*dense(p), start).copy_(p)
+            if len(values):
+                dist.broadcast(values.view(torch.uint8), group_src=0, group=self.process_group)
+            self._keep(unit.slot, bucket, values, offset)
+
+    def _keep(self, slot, bucket, values, offset):
+        """Put the parameters of a bucket in slot, from byte offset on, and this rank's shard aside.
+        """
+        bucket.whole = slot.tensor(bucket.param_dtype, offset, (len(values),), (1,))
+        if self._keeps_whole:
+            bucket.whole.copy_(values)
+        in_place = self._keeps_whole and bucket.param_dtype == bucket.dtype
+        bucket.master = bucket.own(bucket.whole) if in_place else bucket.own(values).clone()
+        for p, start in bucket.starts.items():
+            shard = bucket.view(p, bucket.master)
+            bucket.shards[p] = torch.nn.Parameter(shard, requires_grad=p.requires_grad)
+            bucket.addresses[p] = shard.data_ptr(), shard.dtype
+            bucket.was_trained[p] = p.requires_grad
+            p.grad = None
+            offset_of_p = offset + start * bucket.param_dtype.itemsize
+            p.data = slot.tensor(bucket.param_dtype, offset_of_p, *dense(p))
+
+    def _index_buckets(self):
+        """Bring the buckets into the order in which a backward completes them."""
+        place = {p: i for i, p in enumerate(self._name_of)}
+        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        self._all_buckets = sorted(buckets, key=lambda b: -min(place[p] for p in b.starts))
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.starts}
+
+    def _add_hooks(self):
+        """Hooks on the modules themselves, so that `model.module(x)` works; they refer to the
+        wrapper weakly, lest the module keep it alive."""
+        before, after, within = (weakref.WeakMethod(f) for f in (
+            self._before_forward, self._after_forward, self._before_submodule))
+        handles = [register_optimizer_step_pre_hook(
+            lambda optimizer, args, kwargs, check=weakref.WeakMethod(self._check_optimizer):
+            check()(optimizer))]
+        for unit in self._units:
+            # Outside of what torch.compile makes of a module: it would unroll the hooks.
+            handles += [
+                unit.module.register_forward_pre_hook(
+                    torch.compiler.disable(lambda m, args, kwargs, unit=unit:
+                                           before()(unit, m, args, kwargs)),
+                    prepend=True, with_kwargs=True),
+                unit.module.register_forward_hook(
+                    torch.compiler.disable(lambda m, args, output, unit=unit:
+                                           after()(unit, m, output)), always_call=True)]
+            # Where a unit is a mere container, or the model calls a part of it by itself.
+            for m in {m: None for m, _, _ in unit.places if m is not unit.module}:
+                handles.append(m.register_forward_pre_hook(
+                    lambda m, args, unit=unit: None if torch.compiler.is_compiling()
+                    else within()(unit), prepend=True))
+        handles.append(self.module.register_load_state_dict_pre_hook(refuse_load))
+        for handle in handles:
+            weakref.finalize(self, handle.remove).atexit = False
+
+    def _check_optimizer(self, optimizer):
+        kind = type(optimizer).__name__
+        if kind.lower() in NOT_ELEMENT_WISE:
+            ours = {shard for unit in self._units for b in unit.buckets for shard in b.shards.values()}
+            if any(p in ours for group in optimizer.param_groups for p in group["params"]):
+                raise RuntimeError(f"{self._get_name()}: {kind} looks at a parameter as a whole, but "
+                                   f"each rank has a shard: use an optimizer that works element by "
+                                   f"element, such as AdamW or SGD")
+
+    # ---- forward
+
+    def forward(self, *inputs, **kwargs):
+        return self.module(*inputs, **kwargs)
+
+    def _before_forward(self, unit, module, inputs, kwargs):
+        """Hook of a unit's module: its parameters have to be whole."""
+        if module is not unit.module:  # a copy
+            return None
+        self._stack.append(unit)
+        unit.n_calls += 1
+        if len(self._stack) == 1:
+            if not in_backward():
+                self._begin_pass(whole_model=unit is self._root)
+            self._ready(self._root)
+        self._ready(unit)
+        if self.param_dtype is None:
+            return None
+        return tree_map_only(
+            torch.Tensor, lambda t: t.to(self.param_dtype) if t.is_floating_point() else t,
+            (inputs, kwargs))
+
+    def _after_forward(self, unit, module, output):
+        """Hook of a unit's module, also after an exception in its forward."""
+        if not self._stack or self._stack[-1] is not unit or module is not unit.module:
+            return
+        self._stack.pop()
+        unit.n_calls -= 1
+        if not self._stack and not in_backward():
+            self._end_pass()
+
+    def _before_submodule(self, unit):
+        """Hook of a submodule with parameters of its own."""
+        if not self._stack and not in_backward():
+            self._begin_pass(whole_model=False)
+        elif unit.swapped_in and not unit.works:
+            return
+        self._ready(self._root)
+        self._ready(unit)
+
+    def _ready(self, unit):
+        """What a forward of unit needs."""
+        self._use(unit)
+
+    def _begin_pass(self, whole_model):
+        """The outermost forward begins: start to gather everything. A collective.
+
+        Not between a backward under no_sync() and the next one, where no step belongs. Otherwise
+        always: an optimizer that writes to p.data leaves no trace by which to know.
+        """
+        self._check_shards()
+        for unit in self._units if not self._used else ():
+            unit.wait()
+            unit.start(self.process_group)
+        if not whole_model:
+            self._end_pass()
+
+    def _use(self, unit):
+        if unit.works:
+            with self._exposed():
+                unit.wait()
+
+    def _end_pass(self):
+        for unit in self._units:  # a shard must not change while it is being sent
+            self._use(unit)
+
+    def _check_shards(self):
+        """Refuse shards that were replaced; what was frozen or thawed since is so, whole and shard.
+        """
+        for bucket in self._all_buckets:
+            for p, shard in bucket.shards.items():
+                if (shard.data_ptr(), shard.dtype) != bucket.addresses[p]:
+                    raise RuntimeError(f"{self._get_name()}: {self._name_of[p]} was cast, moved or "
+                                       f"replaced after wrapping: do so before, or write new values "
+                                       f"by load_full_state_dict()")
+                if p.requires_grad != bucket.was_trained[p]:
+                    shard.requires_grad_(p.requires_grad)
+                p.requires_grad_(shard.requires_grad)
+                bucket.was_trained[p] = p.requires_grad
+
+    # ---- backward
+
+    def _follow_changes(self):
+        for bucket in self._all_buckets:
+            bucket.trained = [p for p in bucket.starts if p.requires_grad]
+        self._buckets = [bucket for bucket in self._all_buckets if bucket.trained]
+        for place, bucket in enumerate(self._buckets):
+            bucket.place = place
+
+    def _put(self, bucket, p, scale):
+        if not bucket.filled:
+            self._open(bucket)
+        bucket.put(p, scale)
+
+    def _open(self, bucket):
+        """A bucket gets its first gradient since it was last reduced."""
+        if bucket.flat is None:
+            bucket.flat = self._new_flat(bucket)
+            in_place = bucket.reduce_dtype == bucket.dtype
+            bucket.set_gradient(bucket.own(bucket.flat) if in_place else
+                                torch.empty_like(bucket.master))
+        for p in bucket.trained:  # not zeroed: to be added, but its memory is needed
+            if bucket.shards[p].grad is bucket.gradients[p]:
+                bucket.shards[p].grad = bucket.gradients[p].clone()
+
+    def _new_flat(self, bucket):
+        return self._spare.take(self.world_size * bucket.size, bucket.reduce_dtype, bucket.device)
+
+    def _launch(self, bucket):
+        """Start to send each rank its shard of a bucket. One at a time: bounds what is in flight."""
+        if bucket.index() > 0:
+            self._finish(self._buckets[bucket.index() - 1])
+        bucket.room = self._spare.take((self.world_size - 1) * bucket.size, bucket.reduce_dtype,
+                                       bucket.device)
+        bucket.wait = start_reduce_scatter(bucket.flat, self.process_group, self._tag, bucket.room)
+
+    def _reduced(self, bucket, contributions):
+        """Add the contributions of all ranks, in rank order, to what earlier backwards have left."""
+        earlier = bucket.earlier()
+        if earlier is not None:
+            contributions = [earlier, *contributions]
+        add_in_rank_order(contributions, out=bucket.gradient)
+        self._spare.give(bucket.room)
+        bucket.filled.clear()
+
+    def _has_gradient(self, p):
+        return p in self._used or self._bucket_of[p].shards[p].grad is not None
+
+    def _give_gradient(self, p):
+        bucket = self._bucket_of[p]
+        bucket.shards[p].grad = bucket.gradients[p]
+
+    def _reset(self):
+        super()._reset()
+        self._spare.buffers.clear()
+
+    def _drop_unfinished(self):
+        super()._drop_unfinished()
+        for bucket in self._all_buckets:
+            bucket.filled.clear()
+
+    def zero_grad(self, set_to_none=True):
+        """Also drops what no_sync() has held back, which an optimizer's zero_grad() cannot see."""
+        super().zero_grad(set_to_none)
+        self._used.clear()
+        for bucket in self._all_buckets:
+            bucket.filled.clear()
+
+    # ---- parameters and state
+
+    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+        """(original name, this rank's shard) of every parameter of the module, in its order."""
+        seen = set()
+        for name, p in self._named.items():
+            if not (remove_duplicate and p in seen):
+                seen.add(p)
+                yield f"{prefix}.{name}" if prefix else name, self._bucket_of[p].shards[p]
+
+    def clip_grad_norm_(self, max_norm):
+        """Scale gradients in place to a total norm of at most max_norm; return the norm before,
+        a float64 scalar, the same on every rank. A collective."""
+        gradients = [shard.grad for shard in self.parameters() if shard.grad is not None]
+        return clip_gradients_(gradients, max_norm, self.process_group)
+
+    def state_dict(self):
+        """This rank's shards and the buffers, under the module's own names. Not a collective."""
+        shard_of = {p: shard for b in self._all_buckets for p, shard in b.shards.items()}
+        return {name: shard_of.get(t, t).detach() if isinstance(t, torch.Tensor) else t
+                for name, t in self.module.state_dict(keep_vars=True).items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict):
+        """Copy what `state_dict()` gave, at the same world size. Raises RuntimeError on a misfit."""
+        ours = self.state_dict()
+        self._check_fit({name: t.shape for name, t in ours.items()}, state_dict)
+        for name, t in ours.items():
+            t.copy_(state_dict[name])
+
+    @torch.no_grad()
+    def full_parameters(self):
+        """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding one
+        bucket at a time. A collective: every rank has to go through all of it."""
+        gathered, flat = None, None
+        for p, name in self._name_of.items():
+            bucket = self._bucket_of[p]
+            if bucket is not gathered:
+                gathered, flat = bucket, bucket.master.new_empty(self.world_size * bucket.size)
+                bucket.own(flat).copy_(bucket.master)
+                wait_for(all_gather(flat, self.process_group, self._tag))
+            yield name, flat.as_strided(*dense(p), bucket.starts[p]).clone()
+
+    @torch.no_grad()
+    def full_state_dict(self):
+        """{name: whole tensor}, on every rank, as the module's state_dict(). A collective.
+
+        Costs the memory of the whole model on every rank; `full_parameters` does not.
+        """
+        self._refresh()
+        whole = dict(self.full_parameters())
+        first_name = {name: self._name_of[p] for name, p in self._named.items()}
+        return {name: whole[first_name[name]] if name in first_name else t.detach().clone()
+                for name, t in self.module.state_dict(keep_vars=True).items()}
+
+    def _refresh(self):
+        """Make the whole parameters in the module current. A collective."""
+        self._used.clear()
+        self._begin_pass(whole_model=True)
+        self._end_pass()
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state_dict):
+        """Write whole parameters and buffers: each rank copies its part. A collective.
+
+        Every rank passes the same state_dict. Raises RuntimeError naming what is missing, left over
+        or of another shape, before anything is written.
+        """
+        ours = self.module.state_dict(keep_vars=True)
+        shapes = {name: (self._named[name] if name in self._named else t).shape
+                  for name, t in ours.items()}
+        self._check_fit(shapes, state_dict)
+        for name, t in ours.items():
+            if name not in self._named:
+                t.copy_(state_dict[name])
+                continue
+            p = self._named[name]
+            bucket = self._bucket_of[p]
+            packed = torch.empty_like(p, device="meta")
+            packed = torch.empty_strided(p.shape, packed.stride(), dtype=bucket.dtype,
+                                         device=bucket.device).copy_(state_dict[name])
+            first, end = bucket.part(p)
+            bucket.shards[p].view(-1).copy_(packed.as_strided((p.numel(),), (1,))[first:end])
+        self._refresh()
+
+    def _check_fit(self, shapes, state_dict):
+        """Raise RuntimeError where state_dict has other names or shapes than expected."""
+        missing, left_over = shapes.keys() - state_dict.keys(), state_dict.keys() - shapes.keys()
+        other = {f"{name} ({tuple(state_dict[name].shape)}, not {tuple(shape)})"
+                 for name, shape in shapes.items()
+                 if name in state_dict and state_dict[name].shape != shape}
+        for what, names in (("missing", missing), ("left over", left_over), ("shapes", other)):
+            if names:
+                raise RuntimeError(f"{self._get_name()}: nothing was loaded; {what}: "
+                                   f"{', '.join(sorted(names))}")
+
+    def _apply(self, *_, **__):
+        raise RuntimeError(f"{self._get_name()}: cast or move the module before wrapping it; "
+                           f"param_dtype casts what forward and backward use")
+
+    def __deepcopy__(self, memo):
+        raise TypeError(f"{self._get_name()}: copy the module before wrapping it, or its weights by "
+                        f"full_state_dict()")
+
+    def __getstate__(self):
+        raise TypeError(f"{self._get_name()}: save full_state_dict() or state_dict(), not the object")
+
+
+# -------------------------------------------------------------------------------------------------
+# stage 2
+
+
+class Zero2(Zero1):
+    """P_os+g: each rank keeps also only its 1/W of the gradients.
+
+    4 Psi + 12 Psi/W bytes in fp32 with Adam, and three buckets during the backward. Every backward
+    outside no_sync() reduces, Psi elements, and adds to the shards: W x accumulation micro batches
+    give the bits of one process that accumulates as many, for W a power of two. In no_sync() whole
+    gradients are held, 4 Psi bytes, until the next backward outside.
+    """
+
+    def _open(self, bucket):
+        bucket.flat = self._new_flat(bucket)
+        if bucket.gradient is None:
+            bucket.set_gradient(torch.empty_like(bucket.master))
+
+    def _reduced(self, bucket, contributions):
+        super()._reduced(bucket, contributions)
+        self._release(bucket)
+
+    def _release(self, bucket):
+        self._spare.give(bucket.flat)
+        bucket.flat = None
+
+
+# -------------------------------------------------------------------------------------------------
+# stage 3
+
+
+class Zero3(Zero2):
+    """P_os+g+p: parameters are whole only around the forward and the backward of their unit.
+
+    16 Psi/W bytes in fp32 with Adam; during forward and backward also the root and two units, whole.
+    Two slots are like the lines of a cache: units take turns in them, and gathering one evicts the
+    one before the last. While a unit computes, the next is on its way; the last two of the forward
+    are there when the backward begins. 3 Psi elements a step: forward, backward, gradients.
+
+    All ranks gather units in one order, in the forward that of the module, in the backward the
+    reverse. A rank that skips a unit takes part nevertheless, lest the others wait for it.
+    Only units that are called out of order must be called so on all ranks.
+    """
+
+    _keeps_whole = False
+
+    def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
+                 init_fn=None):
+        super().__init__(module, process_group, units, param_dtype, reduce_dtype, init_fn)
+        self._slot_by_storage = {unit.slot.storage._cdata: unit.slot for unit in self._units}
+        self._pack_hooks = {}  # hook for saved tensors -> (depth of the stack, its context)
+        self._backward_task = None
+        self._set_course([])
+
+    # ---- units take turns in slots
+
+    def _slot(self, depth):
+        """The root has its own; units take turns in two, those inside other units in two others."""
+        if depth is None:
+            return super()._slot(depth)
+        turn = sum(unit.depth == depth for unit in self._units) % 2
+        taken = [unit.slot for unit in self._units if unit.depth == depth]
+        return taken[turn] if len(taken) > 1 else super()._slot(depth)
+
+    def _gather(self, unit):
+        """Start to gather unit, unless it is there or on its way."""
+        there = unit.slot.holder
+        if there is unit:
+            return
+        if there is not None and there.n_calls:
+            raise RuntimeError(f"{self._get_name()}: {unit.name} is called inside the forward of "
+                               f"{there.name}, whose memory it shares: pass units=, with both in one")
+        unit.slot.evict()
+        unit.slot.allocate()
+        unit.slot.holder = unit
+        unit.start(self.process_group)
+
+    def _set_course(self, units):
+        """The units that all ranks gather from now on, in this order."""
+        self._course, self._next = list(units), 0
+        self._position = {unit: i for i, unit in enumerate(self._course)}
+
+    def _go_to(self, end):
+        """Gather the course up to `end`, what this rank skips too: other ranks may wait for it."""
+        for unit in self._course[self._next:end]:
+            self._gather(unit)
+        self._next = max(self._next, end)
+
+    def _use(self, unit):
+        position = self._position.get(unit, -2)
+        self._go_to(position + 1)
+        self._gather(unit)
+        if position + 1 == self._next < len(self._course):  # the first use: prefetch the next one
+            ahead = self._course[self._next].slot
+            if ahead is not unit.slot and not (ahead.holder and ahead.holder.n_calls):
+                self._go_to(self._next + 1)
+        super()._use(unit)
+
+    # ---- forward
+
+    def _begin_pass(self, whole_model):
+        self._check_shards()
+        for unit in self._units:
+            unit.slot.evict()  # the shards may have changed
+        self._set_course(self._units if whole_model else [])
+
+    def _end_pass(self):
+        self._go_to(len(self._course))
+        for unit in self._units:
+            unit.swap_in(False)
+        if not torch.is_grad_enabled():
+            self._free()
+
+    def _free(self):
+        for unit in self._units:
+            unit.slot.free()
+
+    def _ready(self, unit):
+        super()._ready(unit)
+        unit.swap_in(True)
+
+    def _before_forward(self, unit, module, inputs, kwargs):
+        changed = super()._before_forward(unit, module, inputs, kwargs)
+        if module is unit.module and torch.is_grad_enabled():
+            outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if outer is None or outer[0] not in self._pack_hooks:
+                self._push_saved_tensors_hooks(outer)
+        return changed
+
+    def _push_saved_tensors_hooks(self, outer):
+        """From here to the end of this forward, a weight that autograd saves will fetch its unit when
+        the backward asks for it. Other tensors go the way of the hooks around, if there are any,
+        such as those of activation checkpointing."""
+        def pack(t):
+            slot = self._slot_of(t)
+            if slot is not None:
+                return slot.holder, t, t._version
+            return None, outer[0](t) if outer else t, t._version
+
+        def unpack(saved):
+            unit, t, version = saved
+            if unit is not None:
+                self._begin_backward_pass()
+                self._use(unit)
+            elif outer:
+                return outer[1](t)
+            if t._version != version:  # autograd leaves this to hooks
+                raise RuntimeError(
+                    f"a {tuple(t.shape)} tensor needed by the backward was modified in place"
+                    + (f": a parameter of {unit.name}, by an optimizer step?" if unit else ""))
+            return t
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        hooks.__enter__()
+        self._pack_hooks[pack] = len(self._stack), hooks
+
+    def _slot_of(self, t):
+        try:
+            return self._slot_by_storage.get(t.untyped_storage()._cdata)
+        except NotImplementedError:  # a sparse tensor has none
+            return None
+
+    def _after_forward(self, unit, module, output):
+        if module is not unit.module:
+            return None
+        for pack, (depth, hooks) in list(self._pack_hooks.items()):
+            if depth == len(self._stack):
+                del self._pack_hooks[pack]
+                hooks.__exit__()
+        if any(isinstance(t, torch.Tensor) and self._slot_of(t) for t in tree_leaves(output)):
+            # A unit that returns its weight, or a view of it: the slot will have other holders.
+            output = tree_map_only(
+                torch.Tensor, lambda t: t.clone() if self._slot_of(t) else t, output)
+        super()._after_forward(unit, module, output)
+        if not unit.n_calls:
+            unit.swap_in(False)
+        if not self._stack:
+            self._root.swap_in(False)
+        return output
+
+    # ---- backward
+
+    def _begin_backward(self, p):
+        super()._begin_backward(p)
+        self._begin_backward_pass()
+
+    def _begin_backward_pass(self):
+        task = torch._C._current_graph_task_id()
+        if task in (self._backward_task, -1):
+            return
+        self._backward_task = task
+        course = self._units[:0:-1]  # without the root
+        while course and not any(p.requires_grad for p in course[-1].parameters()):
+            course.pop()  # the backward may not come so far down
+        self._set_course(course)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward_pass)
+
+    def _end_backward_pass(self):
+        self._go_to(len(self._course))
+        self._free()
+
+    def _refresh(self):
+        """Nothing is whole that could be."""
