@@ -2,6 +2,7 @@
 
     python train.py                                             # one process
     torchrun --nproc_per_node=2 train.py                        # two ranks, --mode ddp
+    torchrun --nproc_per_node=2 train.py --mode zero3           # or zero1, zero2: ZeRO's stages
     torchrun --nproc_per_node=2 train.py --mode naive           # the oracle
     torchrun --nproc_per_node=2 train.py --mode torch-ddp       # torch's own, as references
     torchrun --nproc_per_node=2 train.py --mode torch-fsdp
@@ -55,13 +56,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp import DDP, average_gradients, clip_gradients_, total_norm
 from model import GPT, GPTConfig, PRESETS, peak_flops
+from zero import Zero1, Zero2, Zero3
 
 
 # -------------------------------------------------------------------------------------------------
 @dataclass
 class Config:
     # run
-    mode: str | None = None  # single naive ddp torch-ddp torch-fsdp; alone single, else ddp
+    mode: str | None = None  # see MODES; single in one process, else ddp
     max_steps: int = 800  # optimizer steps
     seed: int = 1337  # of the weights, the order of samples and the sample text
     out_dir: str = "out"  # for metrics.jsonl and the cache of tokens
@@ -85,6 +87,8 @@ class Config:
     micro_batch_size: int = 4  # sequences per rank and backward
     # precision
     dtype: str = "fp32"  # fp32, or autocast to bf16 or fp16, fp16 with a gradient scaler
+    param_dtype: str | None = None  # ZeRO: of gathered parameters and of blocks' inputs; else fp32
+    reduce_dtype: str | None = None  # ZeRO: of gradients on their way; else fp32
     # data parallelism
     bucket_cap_mb: float = 25.0  # gradients reduced at once by ddp and torch-ddp, in MB
     find_unused_parameters: bool = False  # ddp, torch-ddp: parameters may stay without a gradient
@@ -103,8 +107,9 @@ class Config:
 # -------------------------------------------------------------------------------------------------
 
 
-MODES = ("single", "naive", "ddp", "torch-ddp", "torch-fsdp")
-LATER_MODES = ("zero1", "zero2", "zero3")
+MODES = ("single", "naive", "ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-fsdp")
+ZERO = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
+STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "torch-fsdp": 3}  # of ZeRO; others shard nothing
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2",
                "grad_clip", "eval_steps", "sample_tokens"}
@@ -141,16 +146,18 @@ def parse_args(argv):
 
 def check(config):
     """Raise UserError on a value or a combination that cannot be trained with."""
-    if config.mode in LATER_MODES:
-        raise UserError(f"--mode {config.mode} is not there yet: choose one of {' '.join(MODES)}")
-    for name, choices in (("mode", MODES), ("dtype", DTYPES), ("model", PRESETS)):
-        if getattr(config, name) not in choices:
+    for name, choices in (("mode", MODES), ("dtype", DTYPES), ("model", PRESETS),
+                          ("param_dtype", DTYPES), ("reduce_dtype", DTYPES)):
+        if getattr(config, name) not in (*choices, getattr(Config, name)):
             raise UserError(f"--{name} {getattr(config, name)}: choose one of {' '.join(choices)}")
     for name, value in vars(config).items():
         smallest = 0 if name in MAY_BE_ZERO else AT_LEAST.get(name, 1)
         bound = BELOW.get(name, math.inf)
         if type(value) in (int, float) and not smallest <= value < bound:  # nan is in no range
             raise UserError(f"--{name} {value}: must be at least {smallest} and below {bound}")
+    for name in ("param_dtype", "reduce_dtype"):
+        if getattr(config, name) and config.mode not in ZERO:
+            raise UserError(f"--{name} is for --mode {' '.join(ZERO)}; others have --dtype")
     if config.min_lr > config.lr:
         raise UserError(f"--min_lr {config.min_lr} is above --lr {config.lr}")
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -418,13 +425,17 @@ def start(config):
 
 
 def build_model(config, tokenizer):
-    """The plain GPT: a preset, each size overridden where its flag is given. Raises UserError."""
+    """The plain GPT: a preset, each size overridden where its flag is given. Raises UserError.
+
+    For ZeRO on the meta device: its wrapper gives it values unit by unit.
+    """
     names = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     sizes = {**PRESETS[config.model], **given}
     try:
-        return GPT(GPTConfig(vocab_size=tokenizer.n_vocab, seed=config.seed, **sizes,
-                             activation_checkpointing=config.activation_checkpointing))
+        with torch.device("meta") if config.mode in ZERO else contextlib.nullcontext():
+            return GPT(GPTConfig(vocab_size=tokenizer.n_vocab, seed=config.seed, **sizes,
+                                 activation_checkpointing=config.activation_checkpointing))
     except ValueError as error:
         raise UserError(error) from error
 
@@ -433,6 +444,10 @@ def wrap(model, config, worker):
     """The module whose forward the loop calls: the model, or what its mode puts around it."""
     if config.compile:
         model.compile_blocks()
+    if config.mode in ZERO:
+        return ZERO[config.mode](model, param_dtype=DTYPES.get(config.param_dtype),
+                                 reduce_dtype=DTYPES.get(config.reduce_dtype))
+    model.to(worker.device)
     options = dict(device_ids=[worker.device] if worker.device.type == "cuda" else None,
                    bucket_cap_mb=config.bucket_cap_mb,
                    find_unused_parameters=config.find_unused_parameters)
@@ -452,7 +467,7 @@ def wrap(model, config, worker):
 
 def shard_group(config):
     """The ranks that parameters and gradients are cut up over; None where each has them whole."""
-    return dist.group.WORLD if config.mode == "torch-fsdp" else None
+    return dist.group.WORLD if config.mode in STAGE else None
 
 
 def local(tensor):
@@ -460,13 +475,22 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor):
-    """All of a tensor that FSDP2 shards, which is a collective; any other tensor as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def full_parameters(model):
+    """Yield whole parameters, one at a time, in the plain model's order. A collective if sharded."""
+    if isinstance(model, Zero1):
+        yield from (p for _, p in model.full_parameters())
+    else:
+        yield from (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
 
 
 def set_gradient_sync(model, on):
-    """Whether the next backward exchanges gradients, for the wrappers that do so by themselves."""
+    """Whether the next backward exchanges gradients, for the wrappers that do so by themselves.
+
+    Stages 2 and 3 always do: they have no room for whole gradients, and their bits are then those
+    of one process, however micro batches are dealt out.
+    """
+    if isinstance(model, Zero2):
+        return
     if hasattr(model, "require_backward_grad_sync"):
         model.require_backward_grad_sync = on  # what no_sync() sets, without a second code path
     elif hasattr(model, "set_requires_gradient_sync"):
@@ -495,7 +519,7 @@ def make_scaler(config, worker):
     """Loss scaling for fp16. ShardedGradScaler serves whole gradients as well as shards: it reduces
     its check for inf over all ranks, so that none of them steps, or skips, alone."""
     kind = torch.amp.GradScaler if config.mode == "single" else ShardedGradScaler
-    return kind(worker.device.type, enabled=config.dtype == "fp16")
+    return kind(worker.device.type, enabled="fp16" in (config.dtype, config.param_dtype))
 
 
 def autocast(config, worker):
@@ -533,13 +557,10 @@ def forward_backward(model, scaler, batches, step, config, worker):
 
 
 def finish_gradients(model, config, worker):
-    """Average gradients over ranks, where no wrapper did so during the backward.
-
-    Returns the seconds that the training thread waited for communication in all steps so far; None
-    in the torch modes, which wait inside their backward, where it cannot be seen from here.
-    """
+    """Average gradients over ranks, where no wrapper did so during the backward; return the seconds
+    that this took."""
     if config.mode != "naive":
-        return getattr(model, "exposed_s", 0.0 if config.mode == "single" else None)
+        return 0.0
     worker.synchronize()
     start_s = time.perf_counter()
     average_gradients(model)
@@ -548,14 +569,17 @@ def finish_gradients(model, config, worker):
 
 
 def train_step(model, optimizer, scaler, batches, step, config, worker):
-    """One optimizer step -> (losses, see `forward_backward`; gradient norm; seconds exposed)."""
+    """One optimizer step -> (losses, see `forward_backward`; gradient norm; the seconds that this
+    thread waited for communication, None in the torch modes, where that cannot be seen)."""
     # set the learning rate of this step
     for group in optimizer.param_groups:
         group["lr"] = lr_at(step, config)
 
     # forward and backward, micro-step by micro-step; then gradients are means over ranks
+    optimizer.zero_grad(set_to_none=True)
+    before_s = getattr(model, "exposed_s", 0.0)
     losses = forward_backward(model, scaler, batches, step, config, worker)
-    exposed_s = finish_gradients(model, config, worker)
+    exposed_s = finish_gradients(model, config, worker) + getattr(model, "exposed_s", 0.0) - before_s
 
     # clip, on all ranks by the same factor
     scaler.unscale_(optimizer)
@@ -565,8 +589,7 @@ def train_step(model, optimizer, scaler, batches, step, config, worker):
     # update the weights; in fp16 all ranks agreed, in unscale_, whether to skip this
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return losses, grad_norm, exposed_s
+    return losses, grad_norm, None if config.mode.startswith("torch-") else exposed_s
 
 
 # -------------------------------------------------------------------------------------------------
@@ -598,9 +621,34 @@ def evaluate(model, batches, config, worker):
 def param_sha256(model):
     """Hash of the whole fp32 parameters in the order of named_parameters(). A collective."""
     digest = hashlib.sha256()
-    for p in model.parameters():
-        digest.update((whole(p).float().cpu() + 0.0).numpy().tobytes())  # + 0.0 makes -0 a 0
+    for p in full_parameters(model):
+        digest.update((p.float().cpu() + 0.0).numpy().tobytes())  # + 0.0 makes -0 a 0
     return digest.hexdigest()
+
+
+def memory_line(model, optimizer, n_params, config, worker):
+    """What this rank holds after a step, in MB, beside the ZeRO paper's formula (arXiv 1910.02054,
+    section 3.1 and figure 1), Adam's two moments being the optimizer's state."""
+    parameters = [*model.parameters(), *getattr(model, "module", model).parameters()]
+    states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    held = []
+    for tensors in (parameters, gradients, states):
+        storages = {t.data_ptr(): t for t in (local(t).untyped_storage() for t in tensors)}
+        held.append(sum(storage.nbytes() for storage in storages.values()))
+
+    stage, share = STAGE.get(config.mode, 0), n_params / worker.world_size  # Psi / N_d
+    cast_parameters, cast_gradients = (DTYPES[name].itemsize if name not in (None, "fp32") else 0
+                                       for name in (config.param_dtype, config.reduce_dtype))
+    expected = [
+        4 * share if stage == 3 else cast_parameters * n_params + 4 * share if cast_parameters
+        else 4 * n_params,
+        4 * share if stage >= 2 else cast_gradients * n_params + 4 * share if cast_gradients
+        else 4 * n_params,
+        8 * share if stage else 8 * n_params]
+    parts = [f"{name} {1e-6 * a:.2f} (formula {1e-6 * b:.2f})" for name, a, b in
+             zip(("parameters", "gradients", "optimizer state"), held, expected)]
+    return f"memory per rank, MB: {', '.join(parts)}; peak {1e-6 * worker.peak_mem_bytes():.0f}"
 
 
 def sample(model, tokenizer, config, worker):
@@ -711,7 +759,7 @@ def train(config, worker):
             f"{config.dtype}")
 
     # 2) the model as its mode wants it, then the optimizer over the parameters that this leaves
-    model = wrap(plain.to(worker.device), config, worker)
+    model = wrap(plain, config, worker)
     optimizer, scaler = make_optimizer(model, config), make_scaler(config, worker)
     pressed = catch_ctrl_c()
 
@@ -735,6 +783,8 @@ def train(config, worker):
         if val_batches and due:
             entry["val_loss"] = evaluate(model, val_batches, config, worker)
         log.step(entry, step_s, exposed_s)
+        if step == 0:
+            log.say(memory_line(model, optimizer, n_params, config, worker))
 
         # stop
         if stop:
@@ -745,7 +795,7 @@ def train(config, worker):
     elif config.sample_tokens:
         log.say("no sample: the weights are not finite, see where the loss went")
     peak_mem_bytes = torch.tensor(worker.peak_mem_bytes(), device=worker.device)
-    log.result(param_sha256(plain), worker.reduce(peak_mem_bytes, dist.ReduceOp.MAX).item())
+    log.result(param_sha256(model), worker.reduce(peak_mem_bytes, dist.ReduceOp.MAX).item())
     return None
 
 

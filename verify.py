@@ -240,8 +240,8 @@ def same_bits(ours, theirs):
 
 def whole(model):
     """{plain model's name: whole parameter, copied}. A collective if sharded."""
-    return {name.removeprefix("module."): train.whole(p).detach().clone()
-            for name, p in model.named_parameters()}
+    names = (name.removeprefix("module.") for name, _ in model.named_parameters())
+    return {name: p.detach().clone() for name, p in zip(names, train.full_parameters(model))}
 
 
 def small_config(**options):
@@ -716,6 +716,86 @@ class Uneven(torch.nn.Module):
         return self.wide(x).square().mean() + self.parts[2].sum() + self.parts[3].exp().mean()
 
 
+class Block(torch.nn.Module):
+    """A residual layer with a frozen base, a correction of rank one, and a parameter never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.Linear(5, 5)
+        self.base.weight.requires_grad_(False)
+        self.norm, self.never = torch.nn.LayerNorm(5), torch.nn.Parameter(torch.ones(3))
+        self.down, self.up = torch.nn.Linear(5, 1, bias=False), torch.nn.Linear(1, 5)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + (self.base(x) + self.up(self.down(x))).tanh()
+
+
+class Blocks(torch.nn.Module):
+    """Units in every way that a model may call them.
+
+    order: block numbers in the order of the calls, a tuple for each value of the flag; tied: two
+    blocks share a weight; at_once: blocks recomputed together; frozen: blocks without a gradient.
+    """
+
+    def __init__(self, order=((0, 1, 2, 3), (0, 1, 2, 3)), tied=False, at_once=0, frozen=()):
+        super().__init__()
+        self.order, self.at_once = order, at_once
+        self.first, self.last = torch.nn.Linear(5, 5), torch.nn.Linear(5, 2)
+        self.layers = torch.nn.ModuleList(Block() for _ in range(4))
+        if tied:
+            self.layers[3].up.bias = self.layers[1].up.bias
+            self.layers[2].base = self.layers[0].base
+        for i in frozen:
+            self.layers[i].requires_grad_(False)
+
+    def run(self, numbers, x):
+        for i in numbers:
+            x = self.layers[i](x)
+        return x
+
+    def forward(self, x, flag):
+        x, order = self.first(x), self.order[flag]
+        for i in range(0, len(order), self.at_once or len(order)):
+            numbers = order[i:i + (self.at_once or len(order))]
+            x = (checkpoint(self.run, numbers, x, use_reentrant=False) if self.at_once
+                 else self.run(numbers, x))
+        return self.last(x).square().mean()
+
+
+class Nested(torch.nn.Module):
+    """Lists in lists, containers that are never called, a unit whose output is its own weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = torch.nn.ModuleList(
+            torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(2)) for _ in range(3))
+        self.pairs = torch.nn.ModuleList(
+            torch.nn.ModuleDict(dict(a=torch.nn.Linear(5, 5), b=Block())) for _ in range(2))
+        self.tables = torch.nn.ModuleList(Table() for _ in range(3))
+        self.bare = torch.nn.Parameter(torch.ones(5))
+
+    def forward(self, x, flag):
+        for stage in self.stages:
+            for layer in stage:
+                x = layer(x).tanh()
+        for pair in self.pairs:
+            x = pair["b"](pair["a"](x))
+        scales, shifts = zip(*(table(3) for table in self.tables))
+        return (x * sum(scales) * self.bare + sum(shifts)).square().mean()
+
+
+class Table(torch.nn.Module):
+    """Returns a view of its weight, and the weight itself, as learned positions do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.shift = (torch.nn.Parameter(torch.randn(n, 5)) for n in (4, 1))
+
+    def forward(self, n):
+        return self.weight[:n], self.shift
+
+
 class Scalar(torch.nn.Module):
     """Another module's output, or the loss of a small GPT, as a scalar."""
 
@@ -735,9 +815,20 @@ ZOO = dict(gpt=lambda: Scalar(small_model), branches=lambda: Scalar(Branches), t
            low_rank=LowRank, mixed_dtypes=MixedDtypes, normed=Normed, uneven=Uneven)
 
 
+# Shapes of models that matter where parameters are gathered unit by unit.
+UNITS = dict(blocks=Blocks, tied_units=lambda: Blocks(tied=True), nested=Nested,
+             frozen_units=lambda: Blocks(frozen=(0, 2)), at_once=lambda: Blocks(at_once=3),
+             recomputed_singly=lambda: Blocks(at_once=1, tied=True),
+             skipping=lambda: Blocks(((0, 1, 2, 3), (0, 3)), frozen=(1,)),
+             early_exit=lambda: Blocks(((0, 1, 2, 3), (0,))),
+             out_of_order=lambda: Blocks(((3, 1, 0, 2, 2), (3, 1, 0, 2, 2))),
+             again=lambda: Blocks(((0, 1, 0, 1, 2, 3), (0, 1, 0, 1, 2, 3))),
+             large_vocabulary=lambda: Scalar(lambda: small_model(vocab_size=50257, n_embd=8)))
+
+
 def zoo_module(name):
     torch.manual_seed(0)
-    return ZOO[name]()
+    return {**ZOO, **UNITS}[name]()
 
 
 def zoo_loss(call, step, micro_step, rank):
@@ -1575,7 +1666,7 @@ def bad_input_is_one_line():
         cases = [  # flags, what the line must say
             ("--no_such_flag 1", "no_such_flag"), ("--lr fast", "--lr"),
             ("--max_steps 1.5", "--max_steps"), ("--max_steps 0", "--max_steps 0"),
-            ("--mode zero9", "--mode zero9"), ("--mode zero3", "not there yet"),
+            ("--mode zero9", "--mode zero9"), ("--param_dtype bf16", "--param_dtype is for"),
             ("--dtype fp8", "--dtype fp8"), ("--model gpt5", "--model gpt5"),
             ("--lr nan", "--lr nan"), ("--lr -1", "--lr -1"), ("--min_lr 1", "--min_lr 1"),
             ("--beta2 1", "--beta2 1.0"),

@@ -825,7 +825,7 @@ class Zero3(Zero2):
     def _set_course(self, units):
         """The units that all ranks gather from now on, in this order."""
         self._course, self._next = list(units), 0
-        self._position = {unit: i for i, unit in enumerate(self._course)}
+        self._end_at = {unit: i for i, unit in enumerate(self._course, start=1)}
 
     def _go_to(self, end):
         """Gather the course up to `end`, what this rank skips too: other ranks may wait for it."""
@@ -834,10 +834,10 @@ class Zero3(Zero2):
         self._next = max(self._next, end)
 
     def _use(self, unit):
-        position = self._position.get(unit, -2)
-        self._go_to(position + 1)
+        end = self._end_at.get(unit, 0)
+        self._go_to(end)
         self._gather(unit)
-        if position + 1 == self._next < len(self._course):  # the first use: prefetch the next one
+        if 0 < end == self._next < len(self._course):  # the first use: prefetch the next one
             ahead = self._course[self._next].slot
             if ahead is not unit.slot and not (ahead.holder and ahead.holder.n_calls):
                 self._go_to(self._next + 1)
