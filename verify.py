@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import copy
 import datetime
+import gc
 import inspect
 import io
 import itertools
@@ -47,14 +48,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import ddp
 import model
 import train
+import zero
 from ddp import DDP, average_gradients, clip_gradients_, total_norm
 from model import GPT, GPTConfig, PRESETS, explicit_attention, peak_flops, rotate_half
+from zero import Zero1, Zero2, Zero3
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -845,14 +852,18 @@ def snapshot(module):
     return {name: t.detach().clone() for name, t in {**tensors, **gradients}.items()}
 
 
-def zoo_steps(module, call, accumulation=1, clip=0, one_process_for=None, steps=3):
+def adamw(named_parameters):
+    return [torch.optim.AdamW([p for _, p in named_parameters if p.requires_grad], lr=1e-2,
+                              fused=False)]
+
+
+def zoo_steps(module, call, accumulation=1, clip=0, one_process_for=None, steps=3, make=adamw):
     """Train; yield a snapshot per step, gradients included.
 
     call: module itself, averaged naively, or its wrapper. one_process_for: no averaging, but the
-    micro batches of so many ranks are accumulated.
+    micro batches of so many ranks are accumulated. make: named parameters -> optimizers.
     """
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2,
-                                  fused=False)
+    optimizers = make(list(module.named_parameters()))
     for step in range(steps):
         for rank in range(one_process_for or 0):
             (zoo_loss(call, step, 0, rank) / one_process_for).backward()
@@ -866,8 +877,9 @@ def zoo_steps(module, call, accumulation=1, clip=0, one_process_for=None, steps=
         if clip:
             clip_gradients_([p.grad for p in module.parameters() if p.grad is not None], clip)
         yield snapshot(module)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def same_steps(ours, theirs):
@@ -1514,6 +1526,486 @@ def clipping_over_shards():
     assert broken[0].tolist() == [math.inf, 1.0]
     assert total_norm([torch.tensor([3 + 4j])]) == 5
     return "4 tensors of 1 to 1000 elements, torch's function too", 0.0
+
+
+# -------------------------------------------------------------------------------------------------
+# zero.py
+
+STAGES = (Zero1, Zero2, Zero3)
+
+
+def in_memory_order(tensors):
+    """Flat copies of {name: tensor}, elements in the order of their addresses."""
+    order = {n: sorted(range(t.dim()), key=lambda d, t=t: -t.stride(d)) for n, t in tensors.items()}
+    return {n: t.detach().permute(order[n]).flatten().clone() for n, t in tensors.items()}
+
+
+def sharded(stage, name, **options):
+    """The wrapper of a module that is as drawn on rank 0 only: construction has to see to the rest.
+    """
+    module = zoo_module(name)
+    if dist.get_rank() > 0:
+        for p in module.parameters():
+            p.data.fill_(-7.0)
+    return stage(module, **options)
+
+
+def joined(shards):
+    """{name: shard or None} -> {name: flat whole}, from what all ranks have, None left out."""
+    views = [None] * dist.get_world_size()
+    dist.all_gather_object(views, {n: t for n, t in shards.items() if t is not None})
+    assert all(view.keys() == views[0].keys() for view in views), "ranks disagree on who has one"
+    return {n: torch.cat([view[n].flatten() for view in views]) for n in views[0]}
+
+
+def zero_snapshot(call):
+    """As `snapshot`, of whole tensors, in memory order; shards and wholes have to agree."""
+    shards = dict(call.named_parameters())
+    whole = in_memory_order(dict(call.full_parameters()))
+    same_bits(joined({n: p.detach() for n, p in shards.items()}), whole)
+    gradients = joined({f"{n}.grad": p.grad for n, p in shards.items()})
+    return {**whole, **in_memory_order(dict(call.module.named_buffers())), **gradients}
+
+
+def zero_steps(call, accumulation=1, clip=0, dealt=False, steps=3, make=adamw):
+    """Train a sharded wrapper as `zoo_steps` does; yield a `zero_snapshot` per step.
+
+    dealt: every micro-step is reduced, micro batches being dealt out as one process would meet them;
+    else no_sync() around all but the last.
+    """
+    optimizers, rank = make(list(call.named_parameters())), dist.get_rank()
+    for step in range(steps):
+        for a in range(accumulation):
+            hold = not dealt and a < accumulation - 1
+            which = (0, a * dist.get_world_size() + rank) if dealt else (a, rank)
+            with call.no_sync() if hold else contextlib.nullcontext():
+                loss = zoo_loss(call, step, *which)
+                (loss / accumulation).backward()
+        if clip:
+            call.clip_grad_norm_(clip)
+        yield zero_snapshot(call)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def same_as_zero(ours, theirs, name):
+    """`same_steps` of zero_steps and zoo_steps; each rank has its own running statistics."""
+    ours, theirs = list(ours), [in_memory_order(step) for step in theirs]
+    if name == "normed":
+        for step in (*ours, *theirs):
+            for key in [key for key in step if "running" in key]:
+                del step[key]
+    same_steps(ours, theirs)
+
+
+@check(grid(W=(1, 4), stage=STAGES, accumulation=(1,), clip=(0.05,))
+       + grid(W=(2, 3), stage=STAGES, accumulation=(2,), clip=(0,)),
+       full=grid(W=(1, 2, 3, 4), stage=STAGES, accumulation=(1, 2, 4), clip=(0, 0.05)), limit_s=120)
+def zero_is_ddp(stage, **case):
+    """Each stage gives DDP's bits, gradients too: any module, clipped, and with no_sync()."""
+    for name in (*ZOO, *UNITS):
+        call = sharded(stage, name)
+        same_as_zero(zero_steps(call, **case), zoo_steps(*wrapped(name), **case), name)
+    return (f"{stage.__name__}, {len(ZOO) + len(UNITS)} modules, {case['accumulation']} "
+            f"micro-steps, clip {case['clip']}"), 0.0
+
+
+@check([dict(W=W, stage=stage, accumulation=accumulation) for W, stage, accumulation in
+        ((1, Zero2, 2), (1, Zero3, 4), (2, Zero2, 1), (2, Zero2, 4), (2, Zero3, 2), (4, Zero2, 2),
+         (4, Zero3, 1), (4, Zero3, 4))],
+       full=grid(W=(1, 2, 4), stage=(Zero2, Zero3), accumulation=(1, 2, 4)), limit_s=120)
+def zero_is_one_process(stage, accumulation):
+    """However W x accumulation is split, stages 2 and 3 give the bits of one process."""
+    n = dist.get_world_size() * accumulation
+    for name in (*ZOO, *UNITS):
+        if name == "normed" or (name == "mixed_dtypes" and n > 2):
+            continue  # 16-bit contributions of ranks are added in fp32: rounded once
+        call, alone = sharded(stage, name), zoo_module(name)
+        same_as_zero(zero_steps(call, accumulation, 0.05, dealt=True),
+                     zoo_steps(alone, alone, clip=0.05, one_process_for=n), name)
+    return f"{stage.__name__}, {accumulation} micro-steps, clip 0.05, 3 steps", 0.0
+
+
+def fsdp2(module, policy=MixedPrecisionPolicy()):
+    """fully_shard on the elements of the outermost lists and on the root."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in zero.find_units(module).values():
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+@check(grid(W=(2,), stage=(Zero2, Zero3), dtype=(None, torch.bfloat16)))
+def zero_is_fsdp2(stage, dtype):
+    """At W = 2 FSDP2 has the same bits, in fp32 and with parameters gathered in bf16."""
+    names = ("gpt", "recomputed", "tied", "low_rank", "blocks", "frozen_units", "large_vocabulary")
+    for name in names:
+        theirs = fsdp2(zoo_module(name), MixedPrecisionPolicy(dtype, dtype and torch.float32))
+        ours = sharded(stage, name, param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+        optimizers = [adamw(list(m.named_parameters()))[0] for m in (ours, theirs)]
+        for step in range(4):
+            losses = []
+            for m, optimizer in zip((ours, theirs), optimizers):
+                losses.append(zoo_loss(m, step, 0, dist.get_rank()))
+                losses[-1].backward()
+            assert torch.equal(*losses), f"{name}: losses {losses}"
+            gradients = joined({n: p.grad for n, p in ours.named_parameters()})
+            for n, p in theirs.named_parameters():
+                if p.grad is not None:
+                    same_bits({n: gradients[n]}, {n: p.grad.full_tensor().flatten()})
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            same_bits(dict(ours.full_parameters()),
+                      {n: p.full_tensor().detach() for n, p in theirs.named_parameters()})
+    return f"{stage.__name__}, {dtype or torch.float32}, {len(names)} modules, 4 steps", 0.0
+
+
+@check([dict(W=2)])
+def zero1_is_zero_redundancy_optimizer():
+    """At W = 2 stage 1 gives the bits of torch's ZeroRedundancyOptimizer over torch's DDP."""
+    names = [name for name in (*ZOO, *UNITS) if name not in ("mixed_dtypes", "uneven")]
+
+    def redundancy(named_parameters):
+        return [ZeroRedundancyOptimizer([p for _, p in named_parameters if p.requires_grad],
+                                        torch.optim.AdamW, lr=1e-2, fused=False)]
+
+    for name in names:
+        theirs = zoo_module(name)
+        some_unused = name == "branches" or isinstance(theirs, (Blocks, Nested))
+        reference = DistributedDataParallel(theirs, find_unused_parameters=some_unused)
+        same_as_zero(zero_steps(sharded(Zero1, name), 2),
+                     zoo_steps(theirs, reference, 2, make=redundancy), name)
+    return f"{len(names)} modules, 2 micro-steps, 3 steps", 0.0
+
+
+@check(grid(W=(2, 3), stage=STAGES))
+def zero_optimizers(stage):
+    """Element-wise optimizers give the bits they give with DDP, for-loop and foreach, in groups by
+    the number of dimensions, and several at once; others are refused by name."""
+    kinds = [(torch.optim.SGD, dict(momentum=0.9, nesterov=True)), (torch.optim.AdamW, {}),
+             (torch.optim.Adam, dict(amsgrad=True)), (torch.optim.Adagrad, {}),
+             (torch.optim.RMSprop, dict(momentum=0.5, centered=True))]
+    for (kind, options), foreach in itertools.product(kinds, (False, True)):
+        def make(named_parameters):
+            parameters = [p for n, p in named_parameters if p.requires_grad]
+            matrices, rest = ([p for p in parameters if (p.dim() > 1) == many] for many in (1, 0))
+            assert matrices and rest
+            last = rest.pop()
+            groups = [dict(params=matrices, weight_decay=0.1), dict(params=rest, lr=0.02)]
+            return [kind(groups, lr=0.01, foreach=foreach, **options),
+                    torch.optim.SGD([last], lr=0.1)]
+
+        for name in ("tied_units", "uneven"):
+            same_as_zero(zero_steps(sharded(stage, name), make=make),
+                         zoo_steps(*wrapped(name), make=make), name)
+    for kind in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS):
+        call = sharded(stage, "tied")
+        zoo_loss(call, 0, 0, 0).backward()
+        raises(RuntimeError, f"{kind.__name__} looks at a parameter as a whole",
+               kind(call.parameters()).step, *[lambda: 0.0] * (kind is torch.optim.LBFGS))
+    return f"{stage.__name__}, {len(kinds)} optimizers, 2 ways each, 2 modules; 3 refused", 0.0
+
+
+def first_block(call):
+    return [m for m in call.module.modules() if isinstance(m, Block)][:1]
+
+
+class OddForwards:
+    """What a script may do in a step beside one forward and one backward; call: DDP or sharded."""
+
+    def two_forwards(call):
+        (out_of(call, 0) + out_of(call, 2)).backward()
+
+    def forwards_without_backward(call):
+        out_of(call, 5)
+        with torch.no_grad():
+            out_of(call, 4)
+        out_of(call).backward()
+
+    def evaluation_before_backward(call):
+        loss = out_of(call)
+        call.eval()
+        with torch.no_grad():
+            out_of(call, 4)
+        call.train()
+        loss.backward()
+
+    def inference_mode(call):
+        with torch.inference_mode():
+            out_of(call, 4)
+        out_of(call).backward()
+
+    def exception_in_forward(call):
+        for module in (call.module, *first_block(call)):
+            handle = module.register_forward_hook(planted)
+            raises(ZeroDivisionError, "planted", out_of, call)
+            handle.remove()
+        out_of(call).backward()
+
+    def exception_in_backward(call):
+        place = (*first_block(call), call.module)[0]
+        handle = place.register_full_backward_pre_hook(planted)
+        loss = out_of(call)
+        raises(ZeroDivisionError, "planted", loss.backward)
+        handle.remove()
+        call.zero_grad()
+        out_of(call).backward()
+
+    def second_backward(call):
+        loss = out_of(call)
+        loss.backward(retain_graph=True)
+        call.zero_grad()
+        loss.backward()
+
+    def gradient_of_the_input(call):
+        x = torch.ones(3, 5, requires_grad=True)
+        torch.autograd.grad(call(x, True), x)
+        out_of(call).backward()
+
+    def plain_module(call):
+        out_of(call.module).backward()
+
+    def no_sync_around_forward(call):
+        with call.no_sync():
+            loss = out_of(call)
+        loss.backward()
+
+    def exception_in_no_sync(call):
+        with contextlib.suppress(ZeroDivisionError), call.no_sync():
+            planted()
+        out_of(call).backward()
+
+    def no_sync_dropped(call):
+        with call.no_sync():
+            out_of(call, 3).backward()
+        call.zero_grad()
+        out_of(call).backward()
+
+    def used_in_no_sync_only(call):
+        with call.no_sync():
+            zoo_loss(lambda x, _: call(x, True), 3, 0, dist.get_rank()).backward()
+        zoo_loss(lambda x, _: call(x, False), 4, 0, dist.get_rank()).backward()
+
+    def zero_grad_to_zeros(call):
+        out_of(call, 1).backward()
+        call.zero_grad(set_to_none=False)
+        out_of(call, 0).backward()
+
+
+@check(grid(W=(1, 2, 3), stage=STAGES))
+def zero_odd_steps(stage):
+    """Like DDP: forwards without a backward, two forwards, evaluation between, exceptions, no_sync,
+    `model.module(x)`, and then a usual step."""
+    scenarios = [f for f in vars(OddForwards).values() if inspect.isfunction(f)]
+    for scenario, name in itertools.product(scenarios, ("branches", "blocks", "early_exit")):
+        theirs, (module, reference) = sharded(stage, name), wrapped(name)
+        for call in (theirs, reference):
+            scenario(call)
+        expected = in_memory_order(snapshot(module))
+        found = zero_snapshot(theirs)
+        for key in [key for key in found if key not in expected]:
+            assert scenario.__name__ == "zero_grad_to_zeros" and not found.pop(key).any(), key
+        same_bits(found, expected)
+        for call in (theirs, reference):
+            call.zero_grad()
+        same_as_zero(zero_steps(theirs, steps=2), zoo_steps(module, reference, steps=2), name)
+    return f"{stage.__name__}, {len(scenarios)} scenarios, 3 modules", 0.0
+
+
+@check(grid(W=(2, 3), stage=STAGES))
+def zero_adds_to_gradients(stage):
+    """Without zero_grad(), or with part of them zeroed, means add up; what is put into .grad counts.
+    """
+    for name in ("blocks", "uneven"):
+        call, (module, reference) = sharded(stage, name), wrapped(name)
+        found, expected = [], []
+        for m, taken in ((call, found), (reference, expected)):
+            named = dict(m.named_parameters())
+            for step in range(3):
+                out_of(m, step).backward()
+                taken.append({n.removeprefix("module."): None if p.grad is None else p.grad.clone()
+                              for n, p in named.items()})
+                if step == 0:  # every second one starts anew
+                    for p in list(named.values())[::2]:
+                        p.grad = None
+                if step == 1:
+                    for p in named.values():
+                        p.grad = None if p.grad is None else 2 * p.grad
+        for a, b in zip(found, expected):
+            a, b = joined(a), in_memory_order({n: t for n, t in b.items() if t is not None})
+            assert a.keys() == b.keys()
+            assert all(torch.allclose(a[n], b[n], atol=1e-6) for n in a), name
+    return f"{stage.__name__}, 3 backwards, 2 modules", 0.0
+
+
+@check(grid(W=(2, 3), stage=STAGES))
+def zero_ranks_out_of_step(stage):
+    """A rank that sleeps before a collective, a forward, a unit, a gradient or a step changes no bit.
+    """
+    rank, module = dist.get_rank(), zoo_module("blocks")
+    expected = [in_memory_order(step) for step in zoo_steps(*wrapped("blocks"), steps=2)]
+
+    def sleep(*_):
+        time.sleep(0.01)
+
+    def slow(function):
+        return lambda *args, **kwargs: (sleep(), function(*args, **kwargs))[1]
+
+    for sleeper in range(dist.get_world_size()):
+        call = sharded(stage, "blocks")
+        with contextlib.ExitStack() as stack:
+            if sleeper == rank:
+                call.module.register_forward_pre_hook(sleep)
+                call.module.layers[1].register_forward_hook(sleep)
+                call.module.layers[2].register_forward_pre_hook(sleep)
+                call.module.layers[2].register_full_backward_hook(sleep)
+                for name in ("exchange", "wait_for"):
+                    stack.enter_context(mock.patch.object(ddp, name, slow(getattr(ddp, name))))
+                stack.enter_context(mock.patch.object(zero, "wait_for", slow(zero.wait_for)))
+                stack.enter_context(mock.patch.object(
+                    torch.optim.AdamW, "step", slow(torch.optim.AdamW.step)))
+            same_steps(zero_steps(call, steps=2), expected)
+    return f"{stage.__name__}, sleeps at 8 places on each rank, {len(list(module.parameters()))} " \
+           f"parameters", 0.0
+
+
+class Chain(torch.nn.Module):
+    """n equal units of 64 x 64 and a root of 64 + 1 parameters."""
+
+    def __init__(self, n=6, width=64):
+        super().__init__()
+        self.units = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False)
+                                         for _ in range(n))
+        self.scale, self.shift = (torch.nn.Parameter(torch.ones(k)) for k in (width, 1))
+
+    def forward(self, x):
+        for unit in self.units:
+            x = unit(x).tanh()
+        return (x * self.scale + self.shift).square().mean()
+
+
+@check(grid(W=(2, 3), stage=STAGES))
+def zero_collectives(stage):
+    """A step takes as many exchanges as the stage says: gradients once, parameters once, and in
+    stage 3 twice but for the last two units, the next unit being under way before it is needed."""
+    events = []
+
+    def record(kind, function):
+        return lambda flat, *rest: events.append((kind, len(flat))) or function(flat, *rest)
+
+    call, x = stage(Chain()), torch.ones(3, 64)
+    units = call.module.units
+    for i, unit in enumerate(units):
+        unit.register_forward_hook(lambda *_, i=i: events.append(("forward", i)))
+        unit.register_full_backward_pre_hook(lambda *_, i=i: events.append(("backward", i)))
+    with mock.patch.object(zero, "all_gather", record("gather", zero.all_gather)), \
+            mock.patch.object(zero, "start_reduce_scatter",
+                              record("reduce", zero.start_reduce_scatter)):
+        for accumulation in (1, 2):
+            events.clear()
+            for a in range(accumulation):
+                call(x).backward()
+            kinds = [kind for kind, _ in events]
+            n_gathers = (7 + 4) if stage is Zero3 else 7
+            assert kinds.count("gather") == accumulation * n_gathers, events
+            assert kinds.count("reduce") == accumulation * 7, events
+    if stage is Zero3:
+        first = events[:kinds.index("backward")]
+        for i in range(4):  # gathers so far when unit i has run: the root's, its own, the next one's
+            assert [kind for kind, _ in first[:first.index(("forward", i))]].count("gather") == i + 3
+    with call.no_sync():
+        events.clear()
+        call(x).backward()
+    assert not [kind for kind, _ in events if kind == "reduce"]
+    if stage is Zero1:  # nobody steps between no_sync() and the next backward
+        events.clear()
+        call(x)
+        assert not [kind for kind, _ in events if kind == "gather"]
+    return f"{stage.__name__}, 6 units and a root, 1 and 2 backwards", 0.0
+
+
+def live_bytes():
+    """Bytes of all tensors that Python can reach, each storage once."""
+    gc.collect()
+    with warnings.catch_warnings(action="ignore"):  # objects that dislike being looked at
+        tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors
+                if t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter)}
+    return sum(storages.values())
+
+
+def memory_by_phase(stage, n_units=8, width=64, **options):
+    """Live bytes of a Chain after construction, inside forward and backward, after them and a step.
+    """
+    before, phases = live_bytes(), {}
+    call = stage(Chain(n_units, width), **options)
+    phases["built"] = live_bytes() - before
+    optimizer, x = torch.optim.AdamW(call.parameters(), foreach=False), torch.ones(1, width)
+    for step in range(2):
+        if step == 1:
+            for i in (1, n_units // 2, n_units - 1):
+                unit = call.module.units[i]
+                unit.register_forward_hook(
+                    lambda *_, i=i: phases.update({f"forward {i}": live_bytes() - before}))
+                unit.register_full_backward_hook(
+                    lambda *_, i=i: phases.update({f"backward {i}": live_bytes() - before}))
+        call(x).backward()
+        phases["gradients"] = live_bytes() - before
+        optimizer.step()
+        phases["step"] = live_bytes() - before
+        call.zero_grad()
+    return phases
+
+
+@check(grid(W=(2, 4), stage=STAGES))
+def zero_memory(stage):
+    """After construction, backward and step live bytes are the formula's; between, a few units more.
+    """
+    return check_memory(stage, dist.get_world_size())
+
+
+def check_memory(stage, W, n_units=8, width=64):
+    unit, small = 4 * width * width, 4 * (width + 16)  # the root, padded to 64 bytes a parameter
+    psi = n_units * unit + small
+
+    def shard(n):
+        return n / W + 4 * (n_units + 1)  # rounded up in every bucket
+
+    parameters = psi if stage is not Zero3 else shard(psi)
+    gradients = psi if stage is Zero1 else shard(psi)
+    held = parameters + gradients + 2 * shard(psi)
+    in_flight = 2 * unit + small if stage is Zero3 else 0  # whole parameters
+    # Gradients on their way: what arrives for a bucket, beyond stage 1 also two buckets; what
+    # autograd makes.
+    reduced = (1 if stage is Zero1 else 3) * unit + unit
+    small_tensors = 16 * 1024  # activations of one row, step counters
+    found = memory_by_phase(stage, n_units, width)
+    for phase, n_bytes in found.items():
+        least = parameters if phase == "built" else held
+        most = least + in_flight * ("ward" in phase) + reduced * ("backward" in phase)
+        assert 0.98 * least - shard(0) <= n_bytes <= most + small_tensors, \
+            f"{phase}: {n_bytes:,} bytes, expected {least:,.0f} to {most:,.0f}"
+    text = ", ".join(f"{n} {found[n] / (psi / 4):.2f}" for n in ("built", "backward 4", "step"))
+    return f"{stage.__name__}, bytes per parameter: {text}", 0.0
+
+
+def memory_in_a_fake_group(stage, W):
+    """check_memory in this process alone, on rank 1 of a group that does not communicate."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=W)
+    return check_memory(stage, W, width=256)
+
+
+@check(grid(W=(1,), stage=STAGES, N=(8, 64, 1024)))
+def zero_memory_at_scale(stage, N):
+    """The same at 8, 64 and 1024 ranks, of which one is real and the others torch's fake group."""
+    ranks = Ranks(1)
+    try:
+        [(compared, difference)] = ranks.run(memory_in_a_fake_group, dict(stage=stage, W=N), 50)
+    finally:
+        ranks.kill()
+    return f"N_d = {N}: {compared}", difference
 
 
 # -------------------------------------------------------------------------------------------------

@@ -612,6 +612,7 @@ class Zero1(Reducer):
             contributions = [earlier, *contributions]
         add_in_rank_order(contributions, out=bucket.gradient)
         self._spare.give(bucket.room)
+        bucket.room = None
         bucket.filled.clear()
 
     def _has_gradient(self, p):
