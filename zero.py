@@ -154,7 +154,6 @@ class Bucket:
         else:
             view.copy_(p.grad).mul_(scale)  # in the dtype of the sum
         self.filled.add(p)
-        p.grad = None  # frees what autograd made
 
     # shards
 
@@ -578,6 +577,12 @@ class Zero1(Reducer):
         for place, bucket in enumerate(self._buckets):
             bucket.place = place
 
+    def _on_gradient(self, p):
+        try:
+            super()._on_gradient(p)
+        finally:
+            p.grad = None  # what autograd made: it is in the bucket, or was refused
+
     def _put(self, bucket, p, scale):
         if not bucket.filled:
             self._open(bucket)
@@ -786,8 +791,9 @@ class Zero3(Zero2):
     are there when the backward begins. 3 Psi elements a step: forward, backward, gradients.
 
     All ranks gather units in one order, in the forward that of the module, in the backward the
-    reverse. A rank that skips a unit takes part nevertheless, lest the others wait for it.
-    Only units that are called out of order must be called so on all ranks.
+    reverse. A rank that skips a unit takes part nevertheless, lest the others wait for it. What is
+    out of this order (units called again or in another order, two forwards before a backward, an
+    exception in a backward) has to be so on all ranks.
     """
 
     _keeps_whole = False
