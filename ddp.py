@@ -259,13 +259,13 @@ class Bucket:
 
 
 class Reducer(torch.nn.Module):
-    """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a bucket,
-    buckets are launched in order, and a callback ends the backward.
+    """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a
+    bucket, buckets are launched in order, and a callback ends the backward.
 
-    A subclass has `_follow_changes`, which makes `_buckets` and `_bucket_of` fit the parameters that
-    are trainable now; `_launch`, which starts to reduce a bucket; `_reduced`, which takes the result
-    in; and `_give_gradient`, which shows it to the optimizer. A bucket has `put`, `parameters`,
-    `index`, `flat`, `arrived`, `complete` and `wait`, see `Bucket`.
+    A subclass has `_follow_changes`, which makes `_buckets` and `_bucket_of` fit the parameters
+    that are trainable now; `_launch`, which starts to reduce a bucket; `_reduced`, which takes the
+    result in; `_has_gradient` and `_give_gradient`, which deal with what the optimizer sees. Its
+    buckets have `put`, `parameters`, `index`, `arrived`, `complete` and `wait`, as `Bucket` does.
     """
 
     def _join(self, module, process_group):
@@ -308,8 +308,8 @@ class Reducer(torch.nn.Module):
         for rank, (_, found) in enumerate(views):
             for ours, theirs in itertools.zip_longest(expected, found, fillvalue="nothing more"):
                 if ours != theirs:
-                    raise RuntimeError(f"{self._get_name()}: ranks wrap different modules: where rank 0 "
-                                       f"has {ours}, rank {rank} has {theirs}")
+                    raise RuntimeError(f"{self._get_name()}: ranks wrap different modules: where "
+                                       f"rank 0 has {ours}, rank {rank} has {theirs}")
 
     @torch.no_grad()
     def _broadcast(self, tensors):
@@ -340,8 +340,8 @@ class Reducer(torch.nn.Module):
         if not p.requires_grad:  # frozen since the forward
             return
         if p.grad.layout != torch.strided:
-            raise RuntimeError(f"{self._get_name()}: the gradient of {self._names[p]} is sparse, which is not "
-                               f"supported: use sparse=False")
+            raise RuntimeError(f"{self._get_name()}: the gradient of {self._names[p]} is sparse, "
+                               f"which is not supported: use sparse=False")
         if self._task != torch._C._current_graph_task_id():
             self._begin_backward(p)
         bucket = self._bucket_of[p]

@@ -476,7 +476,8 @@ def local(tensor):
 
 
 def full_parameters(model):
-    """Yield whole parameters, one at a time, in the plain model's order. A collective if sharded."""
+    """Yield whole parameters one at a time, in the plain model's order. A collective if sharded.
+    """
     if isinstance(model, Zero1):
         yield from (p for _, p in model.full_parameters())
     else:
@@ -579,7 +580,8 @@ def train_step(model, optimizer, scaler, batches, step, config, worker):
     optimizer.zero_grad(set_to_none=True)
     before_s = getattr(model, "exposed_s", 0.0)
     losses = forward_backward(model, scaler, batches, step, config, worker)
-    exposed_s = finish_gradients(model, config, worker) + getattr(model, "exposed_s", 0.0) - before_s
+    exposed_s = finish_gradients(model, config, worker)
+    exposed_s += getattr(model, "exposed_s", 0.0) - before_s
 
     # clip, on all ranks by the same factor
     scaler.unscale_(optimizer)
@@ -812,7 +814,7 @@ def main():
         if not out_of_memory(error):
             raise
         status = refuse(f"out of memory ({str(error).splitlines()[0]}): choose a smaller --model, "
-                        f"--micro_batch_size or --block_size")
+                        f"--micro_batch_size or --block_size, or --mode zero3 on more ranks")
     except KeyboardInterrupt:
         stopped = "at once"
     finally:

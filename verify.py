@@ -105,6 +105,9 @@ def rank_main(rank, W, folder, pipe):
     os.setpgid(0, 0)  # so that killing this rank also kills the programs that it started
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch.distributed")  # FSDP2's, with a loss scaler
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")
+    gc.collect()
+    gc.freeze()  # `live_bytes` need not look at what importing torch has made
     store = dist.FileStore(f"{folder}/store", W)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=W,
                             timeout=datetime.timedelta(seconds=20))
@@ -329,11 +332,15 @@ def run_main(argv, environment={}, limit_s=30):
         return process.exitcode, stdout, stderr
 
 
-def torchrun(W, argv, limit_s=50):
-    """`torchrun --nproc_per_node=W train.py argv` -> (exit code, stdout, stderr)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc_per_node={W}", str(HERE / "train.py"), *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+def torchrun(W, argv, limit_s=50, **options):
+    """`torchrun --nproc_per_node=W train.py argv` -> (exit code, stdout, stderr); W = 1: without.
+
+    options: of subprocess.run.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={W}"]
+    command = [sys.executable, *(launcher if W > 1 else ()), str(HERE / "train.py"),
+               *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, **options)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -794,6 +801,26 @@ class Nested(torch.nn.Module):
         return (x * sum(scales) * self.bare + sum(shifts)).square().mean()
 
 
+class Functional(torch.nn.Module):
+    """Parts called one by one from outside of forwards, recomputed too, and bare parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict(dict(a=torch.nn.Linear(5, 5), b=Block())) for _ in range(4))
+        self.head, self.weight = torch.nn.Linear(5, 5), torch.nn.Parameter(torch.randn(5, 5))
+
+    def part(self, layers, x):
+        for layer in layers:
+            x = layer["b"](layer["a"](x)) @ self.weight
+        return self.head(x).tanh()
+
+    def forward(self, x, flag):
+        for layers in (self.layers[:3], self.layers[3:]):
+            x = checkpoint(self.part, layers, x, use_reentrant=False)
+        return x.square().mean()
+
+
 class Table(torch.nn.Module):
     """Returns a view of its weight, and the weight itself, as learned positions do."""
 
@@ -829,7 +856,7 @@ UNITS = dict(blocks=Blocks, tied_units=lambda: Blocks(tied=True), nested=Nested,
              frozen_units=lambda: Blocks(frozen=(0, 2)), at_once=lambda: Blocks(at_once=3),
              recomputed_singly=lambda: Blocks(at_once=1, tied=True),
              skipping=lambda: Blocks(((0, 1, 2, 3), (0, 3)), frozen=(1,)),
-             early_exit=lambda: Blocks(((0, 1, 2, 3), (0,))),
+             functional=Functional, early_exit=lambda: Blocks(((0, 1, 2, 3), (0,))),
              out_of_order=lambda: Blocks(((3, 1, 0, 2, 2), (3, 1, 0, 2, 2))),
              again=lambda: Blocks(((0, 1, 0, 1, 2, 3), (0, 1, 0, 1, 2, 3))),
              large_vocabulary=lambda: Scalar(lambda: small_model(vocab_size=50257, n_embd=8)))
@@ -1572,8 +1599,8 @@ def zero_snapshot(call):
 def zero_steps(call, accumulation=1, clip=0, dealt=False, steps=3, make=adamw):
     """Train a sharded wrapper as `zoo_steps` does; yield a `zero_snapshot` per step.
 
-    dealt: every micro-step is reduced, micro batches being dealt out as one process would meet them;
-    else no_sync() around all but the last.
+    dealt: every micro-step is reduced, and micro batches are dealt out in the order in which one
+    process would meet them; else no_sync() around all but the last.
     """
     optimizers, rank = make(list(call.named_parameters())), dist.get_rank()
     for step in range(steps):
@@ -1601,8 +1628,9 @@ def same_as_zero(ours, theirs, name):
     same_steps(ours, theirs)
 
 
-@check(grid(W=(1, 4), stage=STAGES, accumulation=(1,), clip=(0.05,))
-       + grid(W=(2, 3), stage=STAGES, accumulation=(2,), clip=(0,)),
+@check([dict(W=W, stage=stage, accumulation=a, clip=clip) for W, stage, a, clip in
+        ((1, Zero3, 2, 0.05), (2, Zero1, 2, 0.05), (2, Zero2, 1, 0), (2, Zero3, 1, 0.05),
+         (3, Zero2, 1, 0.05), (3, Zero3, 2, 0), (4, Zero1, 1, 0), (4, Zero3, 1, 0.05))],
        full=grid(W=(1, 2, 3, 4), stage=STAGES, accumulation=(1, 2, 4), clip=(0, 0.05)), limit_s=120)
 def zero_is_ddp(stage, **case):
     """Each stage gives DDP's bits, gradients too: any module, clipped, and with no_sync()."""
@@ -1614,8 +1642,7 @@ def zero_is_ddp(stage, **case):
 
 
 @check([dict(W=W, stage=stage, accumulation=accumulation) for W, stage, accumulation in
-        ((1, Zero2, 2), (1, Zero3, 4), (2, Zero2, 1), (2, Zero2, 4), (2, Zero3, 2), (4, Zero2, 2),
-         (4, Zero3, 1), (4, Zero3, 4))],
+        ((1, Zero2, 4), (2, Zero2, 2), (2, Zero3, 4), (4, Zero2, 1), (4, Zero3, 2))],
        full=grid(W=(1, 2, 4), stage=(Zero2, Zero3), accumulation=(1, 2, 4)), limit_s=120)
 def zero_is_one_process(stage, accumulation):
     """However W x accumulation is split, stages 2 and 3 give the bits of one process."""
@@ -1681,7 +1708,8 @@ def zero1_is_zero_redundancy_optimizer():
     return f"{len(names)} modules, 2 micro-steps, 3 steps", 0.0
 
 
-@check(grid(W=(2, 3), stage=STAGES))
+@check([dict(W=2, stage=Zero1), dict(W=3, stage=Zero2), dict(W=2, stage=Zero3)],
+       full=grid(W=(2, 3), stage=STAGES))
 def zero_optimizers(stage):
     """Element-wise optimizers give the bits they give with DDP, for-loop and foreach, in groups by
     the number of dimensions, and several at once; others are refused by name."""
@@ -1768,6 +1796,16 @@ class OddForwards:
     def plain_module(call):
         out_of(call.module).backward()
 
+    def parts_of_the_module(call):
+        x = torch.ones(3, 5) * (dist.get_rank() + 1)
+        for module in call.module.modules():
+            if isinstance(module, torch.nn.Linear) and module.weight.numel() and \
+                    module.in_features == module.out_features:
+                x = module(x).tanh()
+        with torch.no_grad():
+            out_of(call, 4)
+        x.sum().backward()
+
     def no_sync_around_forward(call):
         with call.no_sync():
             loss = out_of(call)
@@ -1789,13 +1827,22 @@ class OddForwards:
             zoo_loss(lambda x, _: call(x, True), 3, 0, dist.get_rank()).backward()
         zoo_loss(lambda x, _: call(x, False), 4, 0, dist.get_rank()).backward()
 
+    def frozen_and_thawed(call):
+        for trained in (False, True, True):
+            for n, p in call.named_parameters():
+                if "down" in n or "sometimes" in n:
+                    p.requires_grad_(trained)
+            call.zero_grad()
+            out_of(call, 1).backward()
+
     def zero_grad_to_zeros(call):
         out_of(call, 1).backward()
         call.zero_grad(set_to_none=False)
         out_of(call, 0).backward()
 
 
-@check(grid(W=(1, 2, 3), stage=STAGES))
+@check([dict(W=2, stage=Zero1), dict(W=3, stage=Zero2), dict(W=2, stage=Zero3)],
+       full=grid(W=(1, 2, 3), stage=STAGES))
 def zero_odd_steps(stage):
     """Like DDP: forwards without a backward, two forwards, evaluation between, exceptions, no_sync,
     `model.module(x)`, and then a usual step."""
@@ -1820,8 +1867,8 @@ def zero_odd_steps(stage):
 
 @check(grid(W=(2, 3), stage=STAGES))
 def zero_adds_to_gradients(stage):
-    """Without zero_grad(), or with part of them zeroed, means add up; what is put into .grad counts.
-    """
+    """Without zero_grad(), or with part of them zeroed, means add up; what a script puts into
+    .grad counts."""
     for name in ("blocks", "uneven"):
         call, (module, reference) = sharded(stage, name), wrapped(name)
         found, expected = [], []
@@ -1844,10 +1891,11 @@ def zero_adds_to_gradients(stage):
     return f"{stage.__name__}, 3 backwards, 2 modules", 0.0
 
 
-@check(grid(W=(2, 3), stage=STAGES))
+@check([dict(W=2, stage=Zero1), dict(W=2, stage=Zero2), dict(W=3, stage=Zero3)],
+       full=grid(W=(2, 3), stage=STAGES))
 def zero_ranks_out_of_step(stage):
-    """A rank that sleeps before a collective, a forward, a unit, a gradient or a step changes no bit.
-    """
+    """A rank that sleeps before a collective, a forward, a unit, a gradient or a step changes no
+    bit."""
     rank, module = dist.get_rank(), zoo_module("blocks")
     expected = [in_memory_order(step) for step in zoo_steps(*wrapped("blocks"), steps=2)]
 
@@ -1873,6 +1921,25 @@ def zero_ranks_out_of_step(stage):
             same_steps(zero_steps(call, steps=2), expected)
     return f"{stage.__name__}, sleeps at 8 places on each rank, {len(list(module.parameters()))} " \
            f"parameters", 0.0
+
+
+@check(grid(W=(1, 2), stage=STAGES))
+def zero_recomputes(stage):
+    """Under activation checkpointing blocks run twice, and their activations are not kept."""
+    kept, idx = {False: 0, True: 0}, torch.arange(32).view(2, 16)
+    for on in kept:
+        def keep(t):
+            kept[on] += t.nbytes
+            return t
+
+        call, calls = stage(small_model(n_layer=6, activation_checkpointing=on)), []
+        call.module.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            loss = call(idx, idx)[1]
+        loss.backward()
+        assert len(calls) == 1 + on, calls
+    assert 0 < kept[True] < 0.3 * kept[False], kept
+    return f"{stage.__name__}, bytes kept for the backward: {kept[True] / kept[False]:.2f}", 0.0
 
 
 class Chain(torch.nn.Module):
@@ -1917,8 +1984,9 @@ def zero_collectives(stage):
             assert kinds.count("reduce") == accumulation * 7, events
     if stage is Zero3:
         first = events[:kinds.index("backward")]
-        for i in range(4):  # gathers so far when unit i has run: the root's, its own, the next one's
-            assert [kind for kind, _ in first[:first.index(("forward", i))]].count("gather") == i + 3
+        for i in range(4):  # gathered when unit i has run: the root, units up to it, the next
+            so_far = [kind for kind, _ in first[:first.index(("forward", i))]]
+            assert so_far.count("gather") == i + 3, first
     with call.no_sync():
         events.clear()
         call(x).backward()
@@ -1965,8 +2033,8 @@ def memory_by_phase(stage, n_units=8, width=64, **options):
 
 @check(grid(W=(2, 4), stage=STAGES))
 def zero_memory(stage):
-    """After construction, backward and step live bytes are the formula's; between, a few units more.
-    """
+    """After construction, backward and step live bytes are the formula's; between, a few units
+    more."""
     return check_memory(stage, dist.get_world_size())
 
 
@@ -2002,7 +2070,9 @@ def memory_in_a_fake_group(stage, W):
     return check_memory(stage, W, width=256)
 
 
-@check(grid(W=(1,), stage=STAGES, N=(8, 64, 1024)))
+@check([dict(W=1, stage=stage, N=N) for stage, N in
+        ((Zero1, 64), (Zero2, 8), (Zero3, 8), (Zero3, 64), (Zero3, 1024))],
+       full=grid(W=(1,), stage=STAGES, N=(8, 64, 1024)))
 def zero_memory_at_scale(stage, N):
     """The same at 8, 64 and 1024 ranks, of which one is real and the others torch's fake group."""
     ranks = Ranks(1)
@@ -2028,7 +2098,8 @@ class Mixture(torch.nn.Module):
         return self.head(self.attention(x, x, x)[0]).square().mean()
 
 
-@check(grid(W=(1, 2, 3), stage=STAGES))
+@check([dict(W=1, stage=Zero2), dict(W=2, stage=Zero1), dict(W=2, stage=Zero3),
+        dict(W=3, stage=Zero3)], full=grid(W=(1, 2, 3), stage=STAGES))
 def zero_materialises(stage):
     """From the meta device the GPT gets the weights of building it whole, no rank holding more than
     its shards and some units; other modules reset themselves or take init_fn, and ranks agree."""
@@ -2174,6 +2245,11 @@ def zero_refuses_by_name(stage):
     call.head = None
     next(call.parameters()).data = torch.zeros(3, 1)
     raises(RuntimeError, f"^{name}: embedding.weight was cast, moved or replaced", out_of, call)
+    if stage is Zero3:
+        call = sharded(stage, "blocks")
+        call.module.layers[0].norm.register_forward_hook(
+            lambda *_: call.module.layers[2](torch.ones(3, 5)))
+        raises(RuntimeError, "layers.2 is called inside the forward of layers.0", out_of, call)
     same_steps(zero_steps(sharded(stage, "blocks")), expected)
     return f"{name}, 15 mistakes", 0.0
 
@@ -2210,14 +2286,15 @@ def zero_frees_its_memory(stage):
 
 
 @check([dict(W=W, stage=stage, missing=missing) for W, stage, missing in
-        ((2, Zero1, "forward"), (3, Zero3, "forward"), (2, Zero3, "backward"))],
+        ((2, Zero1, "forward"), (3, Zero3, "backward"))],
        full=grid(W=(2, 3), stage=STAGES, missing=("forward", "backward")))
 def zero_names_a_missing_rank(stage, missing):
-    """Where a rank makes no forward or backward, the others raise in time, naming unit or bucket."""
+    """Where a rank makes no forward or backward, the others raise in time, naming unit or bucket.
+    """
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     call = sharded(stage, "blocks", process_group=group)
     odd_one, start_s = dist.get_rank() == dist.get_world_size() - 1, time.monotonic()
-    loss = None if odd_one and missing == "forward" else out_of(call) if missing == "backward" else 0
+    loss = out_of(call) if missing == "backward" else None
     if odd_one:
         time.sleep(4)
     elif missing == "forward":
@@ -2318,8 +2395,8 @@ def mode_zero_is_single(mode, accumulation):
 @check([dict(W=2, dtype="bf16", mode="torch-ddp"), dict(W=2, dtype="fp16", mode="torch-fsdp"),
         dict(W=2, dtype="fp16", mode="ddp"), dict(W=2, dtype="bf16", mode="zero1"),
         dict(W=2, dtype="fp16", mode="zero2"), dict(W=2, dtype="fp16", mode="zero3")],
-       full=grid(W=(2,), dtype=("bf16", "fp16"), mode=("ddp", "zero1", "zero2", "zero3", "torch-ddp",
-                                                       "torch-fsdp", "single")))
+       full=grid(W=(2,), dtype=("bf16", "fp16"),
+                 mode=("ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-fsdp", "single")))
 def naive_is_torch_under_autocast(dtype, mode):
     """Under autocast, with the gradient scaler for fp16, naive still gives the bits of torch."""
     naive = small_config(mode="naive", global_batch_size=2, dtype=dtype)
@@ -2413,8 +2490,7 @@ def schedule_and_decay():
 
 TINY = ("--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", 16, "--micro_batch_size", 1,
         "--global_batch_size", 2, "--max_steps", 3, "--warmup_steps", 1, "--eval_steps", 3,
-        "--eval_interval", 2, "--sample_tokens", 8, "--dataset", str(HERE / "model.py"),
-        "--deterministic")
+        "--eval_interval", 2, "--sample_tokens", 8, "--dataset", HERE / "model.py")
 
 
 @check([dict(W=1)], limit_s=120)
@@ -2486,7 +2562,7 @@ RESULT = {"mode", "world_size", "steps", "train_loss", "val_loss", "tokens_per_s
 def promised_output(mode, W, folder):
     """Run train.py, assert that its output is as documented -> (RESULT, what precedes it)."""
     default = mode == ("ddp" if W > 1 else "single")
-    argv = [*([] if default else ["--mode", mode]), "--out_dir", folder, *TINY]
+    argv = [*([] if default else ["--mode", mode]), "--out_dir", folder, *TINY, "--deterministic"]
     code, stdout, stderr = torchrun(W, argv) if W > 1 else run_main(argv)
     assert code == 0 and not stderr, f"{mode}: exit {code}, {stderr}"
     lines = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
@@ -2508,14 +2584,40 @@ def promised_output(mode, W, folder):
 @check([dict(W=1)], limit_s=120)
 def command_line_ends_on_same_bits():
     """All modes end on one param_sha256; output is as promised; torchrun's default is ddp."""
-    runs = ((1, "single"), (1, "naive"), (1, "ddp"), (1, "zero3"), (2, "naive"), (2, "ddp"),
-            (2, "zero1"), (2, "zero2"), (2, "zero3"), (2, "torch-ddp"), (2, "torch-fsdp"))
+    runs = ((1, "single"), (1, "naive"), (1, "ddp"), (1, "zero2"), (2, "ddp"), (2, "zero1"),
+            (2, "zero3"), (2, "torch-ddp"), (2, "torch-fsdp"))
     with tempfile.TemporaryDirectory() as folder:
         outputs = [promised_output(mode, W, f"{folder}/{mode}{W}") for W, mode in runs]
     for key in ("param_sha256", "train_loss", "val_loss"):
         assert len({result[key] for result, _ in outputs}) == 1, (key, outputs)
     assert len({text for _, text in outputs}) == 1, "the sample texts differ"
     return f"hash, losses, sample and metrics of {len(runs)} runs", 0.0
+
+
+@check([dict(W=1)], limit_s=150)
+def zero3_trains_what_does_not_fit():
+    """Where 430 MB of data a process are allowed, 19M parameters take more than single and ddp can
+    have, who say so in one line; zero3 on 4 ranks trains them."""
+    if sys.platform != "linux":
+        raise Skip("RLIMIT_DATA counts all private memory on Linux only")
+    import resource  # not on Windows
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_DATA, (430_000_000, 430_000_000))
+
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = dict(zip(TINY[::2], TINY[1::2])) | {"--n_layer": 24, "--n_embd": 256,
+                                                    "--n_head": 4, "--global_batch_size": 4,
+                                                    "--eval_steps": 0, "--sample_tokens": 0}
+        argv = [*itertools.chain(*sizes.items()), "--out_dir", folder]
+        for W, mode in ((1, "single"), (4, "ddp")):
+            code, _, stderr = torchrun(W, [*argv, "--mode", mode], preexec_fn=limit)
+            lines = [line for line in stderr.splitlines() if line.startswith("train.py: ")]
+            assert code == (2 if W == 1 else 1) and lines, (mode, code, stderr[-500:])
+            assert all("out of memory" in line for line in lines), lines
+        code, stdout, stderr = torchrun(4, [*argv, "--mode", "zero3"], preexec_fn=limit)
+        assert code == 0 and "RESULT" in stdout, stderr
+    return "24 layers, 256 wide: single, ddp and zero3 at W = 4", 0.0
 
 
 @check([dict(W=1)])

@@ -1,29 +1,30 @@
-"""ZeRO: data parallelism in which each of N_d ranks keeps 1/N_d of what is needed only now and then.
+"""ZeRO: data parallelism in which each of W ranks keeps 1/W of what is needed only now and then.
 
     model = Zero3(module)                    # or Zero1, Zero2; then as with DDP
-    optimizer = torch.optim.AdamW(model.parameters(), fused=False)   # this rank's shards
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False)  # this rank's shards
     loss = model(x, y)
-    loss.backward()                          # on return every shard's `.grad` is the mean over ranks
+    loss.backward()                          # on return each shard's `.grad` is the mean over ranks
     model.clip_grad_norm_(1.0)
     optimizer.step(); optimizer.zero_grad()
 
-Replaces torch's ZeroRedundancyOptimizer (1,700 lines) and FSDP2 (5,700). How it works (Rajbhandari et
-al., arXiv 1910.02054, section 5): the parameters of a unit, a block of the model, lie in flat buffers
-of which rank r owns the r-th part. Three verbs: gather the parameters, reduce the gradients, free.
+Replaces torch's ZeroRedundancyOptimizer (1,700 lines) and FSDP2 (5,700). How it works (Rajbhandari
+et al., arXiv 1910.02054, section 5): the parameters of a unit, such as a block of the model, lie in
+flat buffers of which rank r owns the r-th part. Three verbs: gather parameters, reduce gradients,
+free.
 
-    stage  shards           bytes a rank holds, fp32, Adam   elements sent a step
-    DDP    nothing          16 Psi                           2 Psi
-    Zero1  P_os             8 Psi + 8 Psi / N_d              2 Psi
-    Zero2  P_os+g           4 Psi + 12 Psi / N_d             2 Psi, + 2 Psi a further micro-step
-    Zero3  P_os+g+p         16 Psi / N_d                     3 Psi, + 3 Psi a further micro-step
+    stage  shards      bytes a rank holds, fp32, Adam   elements that a rank sends, of (W-1)/W Psi
+    DDP    nothing     16 Psi                           2 a step
+    Zero1  P_os        8 Psi + 8 Psi/W                  2 a step
+    Zero2  P_os+g      4 Psi + 12 Psi/W                 2 a micro-step
+    Zero3  P_os+g+p    16 Psi/W                         3 a micro-step
 
 How it differs: in Zero3 whole parameters live in two slots that units take turns in, as lines of a
 cache. A weight that autograd has saved fetches its unit again when the backward asks for it, so no
-graph can meet a freed weight, however it is built. Every element's contributions are added in rank
+graph can meet a freed weight, however it was built. Contributions to a gradient are added in rank
 order, micro-step by micro-step: the bits of one process that accumulates the same micro batches.
 
-Cost beside the table: in Zero2 and Zero3 some two buckets of gradients and one of scratch during the
-backward; in Zero3 two units and the root, whole, during forward and backward.
+Cost beside the table: three buckets during the backward (Zero1: one); in Zero3 the root and two
+units, whole, during forward and backward; in Zero2 and Zero3 whole gradients under no_sync().
 """
 
 import collections
@@ -111,10 +112,10 @@ class Bucket:
     """
 
     def __init__(self, parameters, rank, world_size, param_dtype, reduce_dtype):
-        first = parameters[0]
-        self.dtype, self.device = first.dtype, first.device
-        self.param_dtype = param_dtype if param_dtype and self.dtype.is_floating_point else self.dtype
-        self.reduce_dtype = reduce_dtype if reduce_dtype and self.dtype.is_floating_point else self.dtype
+        self.dtype, self.device = parameters[0].dtype, parameters[0].device
+        self.param_dtype, self.reduce_dtype = (
+            given if given is not None and self.dtype.is_floating_point else self.dtype
+            for given in (param_dtype, reduce_dtype))
         align = ALIGN_BYTES // min(self.dtype.itemsize, self.param_dtype.itemsize)
         self.starts, n = {}, 0  # in elements
         for p in parameters:
@@ -256,10 +257,15 @@ def find_units(module):
 # stage 1
 
 
+def unless_compiling(hook):
+    """A hook that leaves no trace in what torch.compile makes of the module around."""
+    return lambda *arguments: None if torch.compiler.is_compiling() else hook(*arguments)
+
+
 def refuse_load(module, *_):
-    """Hook of a wrapped module: its parameters are shards, or copies that the next forward drops."""
-    raise RuntimeError("this module is sharded: load whole weights by load_full_state_dict() of its "
-                       "wrapper")
+    """Hook of a wrapped module, whose parameters are shards, or are overwritten by a forward."""
+    raise RuntimeError("this module is sharded: load whole weights by load_full_state_dict() of "
+                       "its wrapper")
 
 
 class Zero1(Reducer):
@@ -269,14 +275,14 @@ class Zero1(Reducer):
     backward, Psi elements, and gathers updated shards under the next forward, Psi elements.
 
     process_group: the ranks to shard over; None for all.
-    units: modules whose parameters are gathered together; None: elements of the outermost
+    units: modules whose parameters are gathered together; None: the elements of the outermost
     ModuleLists. What is in none of them, or in two, belongs to the root.
     param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast;
     None leaves both. The shards keep the module's dtype, and so does the optimizer's state.
     reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
-    init_fn: called as init_fn(submodule) to fill parameters and buffers that are on the meta device;
-    without it the module's `init_weights()`, which must skip what is still on meta, or else
-    `reset_parameters()` of the submodules. Rank 0's values count, as for modules that hold values.
+    init_fn: called as init_fn(submodule) to fill what is on the meta device; without it the
+    module's `init_weights()`, which must skip what is still on meta, or else `reset_parameters()`
+    of the submodules. Rank 0's values count, as they do for a module that has values.
 
     Gradients held back by no_sync() are whole. `zero_grad()` of this wrapper drops them, that of an
     optimizer does not see them. A forward is a collective, also one that only evaluates.
@@ -293,11 +299,13 @@ class Zero1(Reducer):
         self._join(module, process_group)
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.find_unused_parameters = True  # what no rank used keeps `grad is None`
-        self._check_ranks_agree(f"param_dtype={param_dtype}", f"reduce_dtype={reduce_dtype}")
+        chosen = self._choose(find_units(module).values() if units is None else units)
+        self._check_ranks_agree(f"param_dtype={param_dtype}", f"reduce_dtype={reduce_dtype}",
+                                f"units={list(chosen.values())}")
         self._device = self._find_device()
         self._spare = Spare()
-        self._stack = []  # units whose forward is under way, the innermost last
-        self._build_units(units)
+        self._stack = []  # (unit, module) of the forwards under way, the innermost last
+        self._build_units(list(chosen))
         self._take_in_values(init_fn)
         self._start({name: p for p, name in self._name_of.items()})
         self._index_buckets()
@@ -313,17 +321,19 @@ class Zero1(Reducer):
         nccl = "nccl" in dist.get_backend(self.process_group)
         return next(iter(devices), torch.device("cuda" if nccl else "cpu"))
 
-    def _build_units(self, units):
+    def _choose(self, units):
+        """{unit's module: its name}, in order of the module."""
+        name_of = {m: name for name, m in self.module.named_modules()}
+        for m in units:
+            if m not in name_of or m is self.module:
+                raise ValueError(f"{self._get_name()}: units has a {type(m).__name__} that is not "
+                                 f"a submodule of the {type(self.module).__name__}")
+        units = set(units)
+        return {m: name for m, name in name_of.items() if m in units}
+
+    def _build_units(self, chosen):
         """Divide the parameters, not yet their values, among units."""
         name_of = {m: name for name, m in self.module.named_modules()}
-        if units is None:
-            chosen = list(dict.fromkeys(find_units(self.module).values()))
-        else:
-            chosen = list(dict.fromkeys(units))
-        for m in chosen:
-            if m not in name_of or m is self.module:
-                raise ValueError(f"{self._get_name()}: units has a {type(m).__name__} that is not a "
-                                 f"submodule of the {type(self.module).__name__}")
         inside = {m: set(m.modules()) for m in chosen}
         # The innermost units around a module: with two, or none, its parameters are the root's.
         around = {m: [u for u in chosen if m in inside[u]] for m in name_of}
@@ -339,7 +349,7 @@ class Zero1(Reducer):
         self._named = dict(self.module.named_parameters(remove_duplicate=False))
         self._name_of = {p: name for name, p in self.module.named_parameters()}
         self._units = []  # the root, then the others in order of the module
-        for m in (None, *sorted(chosen, key=list(name_of).index)):
+        for m in (None, *chosen):
             own = [place for place in places
                    if owners[place[2]] == {m} or (m is None and len(owners[place[2]]) > 1)]
             submodules = [n for n in name_of if owner[n] is m]
@@ -357,8 +367,8 @@ class Zero1(Reducer):
     def _take_in_values(self, init_fn):
         """Unit by unit: fill what is on meta, agree with rank 0, keep what the stage keeps.
 
-        No rank ever holds more than one unit beside its shards. While there is something on meta, the
-        parameters of all units but one are, so that filling one does not touch another.
+        No rank ever holds more than one unit beside its shards. While there is something on meta,
+        the parameters of all units but one are, so that filling one does not touch another.
         """
         meta = any(t.is_meta for t in itertools.chain(self.module.parameters(),
                                                       self.module.buffers()))
@@ -379,8 +389,9 @@ class Zero1(Reducer):
 
     def _materialise(self, unit, init_fn):
         """Give memory, and then values, to what is on meta in the submodules of unit."""
-        empty = [m for m in unit.submodules if any(
-            t.is_meta for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)]
+        empty = [m for m, _, p in unit.places if p.is_meta]
+        empty += [m for m in unit.submodules
+                  if any(t.is_meta for t in m._buffers.values() if t is not None)]
         for p in unit.parameters():
             if p.is_meta:
                 real = torch.nn.Parameter(torch.empty_like(p, device=self._device), p.requires_grad)
@@ -392,11 +403,11 @@ class Zero1(Reducer):
         if empty and init_fn is None and hasattr(self.module, "init_weights"):
             self.module.init_weights()
             return
-        for m in empty:
+        for m in dict.fromkeys(empty):
             reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
             if init_fn is None and reset is None:
-                raise RuntimeError(f"{self._get_name()}: {unit.name} has a {type(m).__name__} on the "
-                                   f"meta device without reset_parameters(): pass init_fn")
+                raise RuntimeError(f"{self._get_name()}: {unit.name} has a {type(m).__name__} on "
+                                   f"the meta device without reset_parameters(): pass init_fn")
             reset() if init_fn is None else init_fn(m)
         for m, attribute, p in unit.places:
             if m._parameters[attribute] is not p:  # init_fn has put its own there
@@ -455,26 +466,25 @@ class Zero1(Reducer):
     def _add_hooks(self):
         """Hooks on the modules themselves, so that `model.module(x)` works; they refer to the
         wrapper weakly, lest the module keep it alive."""
-        before, after, within = (weakref.WeakMethod(f) for f in (
-            self._before_forward, self._after_forward, self._before_submodule))
+        before, after = weakref.WeakMethod(self._before_forward), weakref.WeakMethod(
+            self._after_forward)
+        check_optimizer = weakref.WeakMethod(self._check_optimizer)
         handles = [register_optimizer_step_pre_hook(
-            lambda optimizer, args, kwargs, check=weakref.WeakMethod(self._check_optimizer):
-            check()(optimizer))]
+            lambda optimizer, args, kwargs: check_optimizer()(optimizer))]
         for unit in self._units:
-            # Outside of what torch.compile makes of a module: it would unroll the hooks.
-            handles += [
-                unit.module.register_forward_pre_hook(
-                    torch.compiler.disable(lambda m, args, kwargs, unit=unit:
-                                           before()(unit, m, args, kwargs)),
-                    prepend=True, with_kwargs=True),
-                unit.module.register_forward_hook(
-                    torch.compiler.disable(lambda m, args, output, unit=unit:
-                                           after()(unit, m, output)), always_call=True)]
-            # Where a unit is a mere container, or the model calls a part of it by itself.
-            for m in {m: None for m, _, _ in unit.places if m is not unit.module}:
-                handles.append(m.register_forward_pre_hook(
-                    lambda m, args, unit=unit: None if torch.compiler.is_compiling()
-                    else within()(unit), prepend=True))
+            # Submodules too: a unit may be a mere container, or a script call a part of the model.
+            for m in dict.fromkeys((unit.module, *(m for m, _, _ in unit.places))):
+                def enter(called, inputs, kwargs, m=m, unit=unit):
+                    return before()(unit, m, inputs, kwargs) if called is m else None  # not a copy
+
+                def leave(called, inputs, output, m=m, unit=unit):
+                    return after()(unit, m, output) if called is m else None
+
+                # What torch.compile makes of a unit stays without hooks.
+                apart = torch.compiler.disable if m is unit.module else unless_compiling
+                handles += [
+                    m.register_forward_pre_hook(apart(enter), prepend=True, with_kwargs=True),
+                    m.register_forward_hook(apart(leave), always_call=True)]
         handles.append(self.module.register_load_state_dict_pre_hook(refuse_load))
         for handle in handles:
             weakref.finalize(self, handle.remove).atexit = False
@@ -482,11 +492,11 @@ class Zero1(Reducer):
     def _check_optimizer(self, optimizer):
         kind = type(optimizer).__name__
         if kind.lower() in NOT_ELEMENT_WISE:
-            ours = {shard for unit in self._units for b in unit.buckets for shard in b.shards.values()}
+            ours = set(self.parameters())
             if any(p in ours for group in optimizer.param_groups for p in group["params"]):
-                raise RuntimeError(f"{self._get_name()}: {kind} looks at a parameter as a whole, but "
-                                   f"each rank has a shard: use an optimizer that works element by "
-                                   f"element, such as AdamW or SGD")
+                raise RuntimeError(f"{self._get_name()}: {kind} looks at a parameter as a whole, "
+                                   f"but each rank has a shard: use an optimizer that works "
+                                   f"element by element, such as AdamW or SGD")
 
     # ---- forward
 
@@ -494,14 +504,14 @@ class Zero1(Reducer):
         return self.module(*inputs, **kwargs)
 
     def _before_forward(self, unit, module, inputs, kwargs):
-        """Hook of a unit's module: its parameters have to be whole."""
-        if module is not unit.module:  # a copy
-            return None
-        self._stack.append(unit)
+        """Hook of a unit's module and of its submodules: its parameters have to be whole."""
+        if unit.n_calls and module is not unit.module and self._saves_weights():
+            return None  # a part of a unit whose forward is under way
+        self._stack.append((unit, module))
         unit.n_calls += 1
         if len(self._stack) == 1:
             if not in_backward():
-                self._begin_pass(whole_model=unit is self._root)
+                self._begin_pass(whole_model=module is self.module)
             self._ready(self._root)
         self._ready(unit)
         if self.param_dtype is None:
@@ -511,22 +521,17 @@ class Zero1(Reducer):
             (inputs, kwargs))
 
     def _after_forward(self, unit, module, output):
-        """Hook of a unit's module, also after an exception in its forward."""
-        if not self._stack or self._stack[-1] is not unit or module is not unit.module:
+        """Hook of the same, also after an exception in the forward."""
+        if not self._stack or self._stack[-1] != (unit, module):
             return
         self._stack.pop()
         unit.n_calls -= 1
         if not self._stack and not in_backward():
             self._end_pass()
 
-    def _before_submodule(self, unit):
-        """Hook of a submodule with parameters of its own."""
-        if not self._stack and not in_backward():
-            self._begin_pass(whole_model=False)
-        elif unit.swapped_in and not unit.works:
-            return
-        self._ready(self._root)
-        self._ready(unit)
+    def _saves_weights(self):
+        """Whether autograd, should it save a weight now, does what the stage needs."""
+        return True
 
     def _ready(self, unit):
         """What a forward of unit needs."""
@@ -539,11 +544,15 @@ class Zero1(Reducer):
         always: an optimizer that writes to p.data leaves no trace by which to know.
         """
         self._check_shards()
-        for unit in self._units if not self._used else ():
-            unit.wait()
-            unit.start(self.process_group)
+        if not self._used:
+            self._gather_all()
         if not whole_model:
             self._end_pass()
+
+    def _gather_all(self):
+        for unit in self._units:
+            unit.wait()
+            unit.start(self.process_group)
 
     def _use(self, unit):
         if unit.works:
@@ -560,9 +569,9 @@ class Zero1(Reducer):
         for bucket in self._all_buckets:
             for p, shard in bucket.shards.items():
                 if (shard.data_ptr(), shard.dtype) != bucket.addresses[p]:
-                    raise RuntimeError(f"{self._get_name()}: {self._name_of[p]} was cast, moved or "
-                                       f"replaced after wrapping: do so before, or write new values "
-                                       f"by load_full_state_dict()")
+                    raise RuntimeError(f"{self._get_name()}: {self._name_of[p]} was cast, moved "
+                                       f"or replaced after wrapping: do so before, or write new "
+                                       f"values by load_full_state_dict()")
                 if p.requires_grad != bucket.was_trained[p]:
                     shard.requires_grad_(p.requires_grad)
                 p.requires_grad_(shard.requires_grad)
@@ -603,7 +612,8 @@ class Zero1(Reducer):
         return self._spare.take(self.world_size * bucket.size, bucket.reduce_dtype, bucket.device)
 
     def _launch(self, bucket):
-        """Start to send each rank its shard of a bucket. One at a time: bounds what is in flight."""
+        """Start to send each rank its shard of a bucket; one at a time bounds what is in flight.
+        """
         if bucket.index() > 0:
             self._finish(self._buckets[bucket.index() - 1])
         bucket.room = self._spare.take((self.world_size - 1) * bucket.size, bucket.reduce_dtype,
@@ -611,7 +621,8 @@ class Zero1(Reducer):
         bucket.wait = start_reduce_scatter(bucket.flat, self.process_group, self._tag, bucket.room)
 
     def _reduced(self, bucket, contributions):
-        """Add the contributions of all ranks, in rank order, to what earlier backwards have left."""
+        """Add the contributions of all ranks, in rank order, to what earlier backwards have left.
+        """
         earlier = bucket.earlier()
         if earlier is not None:
             contributions = [earlier, *contributions]
@@ -667,7 +678,7 @@ class Zero1(Reducer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
-        """Copy what `state_dict()` gave, at the same world size. Raises RuntimeError on a misfit."""
+        """Copy in what `state_dict()` gave at this world size. Raises RuntimeError on a misfit."""
         ours = self.state_dict()
         self._check_fit({name: t.shape for name, t in ours.items()}, state_dict)
         for name, t in ours.items():
@@ -700,8 +711,7 @@ class Zero1(Reducer):
 
     def _refresh(self):
         """Make the whole parameters in the module current. A collective."""
-        self._used.clear()
-        self._begin_pass(whole_model=True)
+        self._gather_all()
         self._end_pass()
 
     @torch.no_grad()
@@ -744,11 +754,11 @@ class Zero1(Reducer):
                            f"param_dtype casts what forward and backward use")
 
     def __deepcopy__(self, memo):
-        raise TypeError(f"{self._get_name()}: copy the module before wrapping it, or its weights by "
-                        f"full_state_dict()")
+        raise TypeError(f"{self._get_name()}: copy the module before wrapping it, or its weights "
+                        f"by full_state_dict()")
 
     def __getstate__(self):
-        raise TypeError(f"{self._get_name()}: save full_state_dict() or state_dict(), not the object")
+        raise TypeError(f"{self._get_name()}: save full_state_dict() or state_dict() instead")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -771,9 +781,6 @@ class Zero2(Zero1):
 
     def _reduced(self, bucket, contributions):
         super()._reduced(bucket, contributions)
-        self._release(bucket)
-
-    def _release(self, bucket):
         self._spare.give(bucket.flat)
         bucket.flat = None
 
@@ -785,7 +792,7 @@ class Zero2(Zero1):
 class Zero3(Zero2):
     """P_os+g+p: parameters are whole only around the forward and the backward of their unit.
 
-    16 Psi/W bytes in fp32 with Adam; during forward and backward also the root and two units, whole.
+    16 Psi/W bytes in fp32 with Adam; during forward and backward the root and two units more.
     Two slots are like the lines of a cache: units take turns in them, and gathering one evicts the
     one before the last. While a unit computes, the next is on its way; the last two of the forward
     are there when the backward begins. 3 Psi elements a step: forward, backward, gradients.
@@ -823,7 +830,8 @@ class Zero3(Zero2):
             return
         if there is not None and there.n_calls:
             raise RuntimeError(f"{self._get_name()}: {unit.name} is called inside the forward of "
-                               f"{there.name}, whose memory it shares: pass units=, with both in one")
+                               f"{there.name}, whose memory it shares: make them one unit, by "
+                               f"units=")
         unit.slot.evict()
         unit.slot.allocate()
         unit.slot.holder = unit
@@ -875,16 +883,20 @@ class Zero3(Zero2):
 
     def _before_forward(self, unit, module, inputs, kwargs):
         changed = super()._before_forward(unit, module, inputs, kwargs)
-        if module is unit.module and torch.is_grad_enabled():
-            outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            if outer is None or outer[0] not in self._pack_hooks:
-                self._push_saved_tensors_hooks(outer)
+        if not self._saves_weights():
+            self._push_saved_tensors_hooks()
         return changed
 
-    def _push_saved_tensors_hooks(self, outer):
-        """From here to the end of this forward, a weight that autograd saves will fetch its unit when
-        the backward asks for it. Other tensors go the way of the hooks around, if there are any,
-        such as those of activation checkpointing."""
+    def _saves_weights(self):
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return not torch.is_grad_enabled() or (top is not None and top[0] in self._pack_hooks)
+
+    def _push_saved_tensors_hooks(self):
+        """From here to the end of this forward, a weight that autograd saves will fetch its unit
+        when the backward asks for it. Other tensors go the way of the hooks around, if there are
+        any, such as those of activation checkpointing."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
         def pack(t):
             slot = self._slot_of(t)
             if slot is not None:
@@ -893,8 +905,8 @@ class Zero3(Zero2):
 
         def unpack(saved):
             unit, t, version = saved
+            self._begin_backward_pass()
             if unit is not None:
-                self._begin_backward_pass()
                 self._use(unit)
             elif outer:
                 return outer[1](t)
@@ -915,7 +927,7 @@ class Zero3(Zero2):
             return None
 
     def _after_forward(self, unit, module, output):
-        if module is not unit.module:
+        if not self._stack or self._stack[-1] != (unit, module):
             return None
         for pack, (depth, hooks) in list(self._pack_hooks.items()):
             if depth == len(self._stack):
@@ -928,7 +940,7 @@ class Zero3(Zero2):
         super()._after_forward(unit, module, output)
         if not unit.n_calls:
             unit.swap_in(False)
-        if not self._stack:
+        if not self._stack and not in_backward():
             self._root.swap_in(False)
         return output
 
@@ -947,6 +959,7 @@ class Zero3(Zero2):
         while course and not any(p.requires_grad for p in course[-1].parameters()):
             course.pop()  # the backward may not come so far down
         self._set_course(course)
+        self._ready(self._root)  # its parameters may be used in what is recomputed
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward_pass)
 
     def _end_backward_pass(self):
