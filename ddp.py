@@ -270,6 +270,12 @@ class Reducer(torch.nn.Module):
 
     def _join(self, module, process_group):
         """Take the module and its group. Not a collective."""
+        if any(isinstance(m, Reducer) for m in module.modules()):
+            raise RuntimeError(f"{self._get_name()}: this module has been wrapped already, or a "
+                               f"part of it: pass the plain one")
+        if any(hasattr(p, "is_shard") for p in module.parameters()):
+            raise RuntimeError(f"{self._get_name()}: this module's parameters are shards, left by "
+                               f"a wrapper: build it anew and load_state_dict() the whole ones")
         self.module = module
         self.process_group = process_group or dist.group.WORLD
         self.world_size = dist.get_world_size(process_group)

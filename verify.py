@@ -772,7 +772,7 @@ class Blocks(torch.nn.Module):
 
     def forward(self, x, flag):
         x, order = self.first(x), self.order[flag]
-        for i in range(0, len(order), self.at_once or len(order)):
+        for i in range(0, len(order), self.at_once or len(order) or 1):
             numbers = order[i:i + (self.at_once or len(order))]
             x = (checkpoint(self.run, numbers, x, use_reentrant=False) if self.at_once
                  else self.run(numbers, x))
@@ -790,6 +790,7 @@ class Nested(torch.nn.Module):
             torch.nn.ModuleDict(dict(a=torch.nn.Linear(5, 5), b=Block())) for _ in range(2))
         self.tables = torch.nn.ModuleList(Table() for _ in range(3))
         self.bare = torch.nn.Parameter(torch.ones(5))
+        self.optional = torch.nn.ModuleList([torch.nn.Linear(5, 5), None])
 
     def forward(self, x, flag):
         for stage in self.stages:
@@ -797,6 +798,7 @@ class Nested(torch.nn.Module):
                 x = layer(x).tanh()
         for pair in self.pairs:
             x = pair["b"](pair["a"](x))
+        x = self.optional[0](x)
         scales, shifts = zip(*(table(3) for table in self.tables))
         return (x * sum(scales) * self.bare + sum(shifts)).square().mean()
 
@@ -857,6 +859,7 @@ UNITS = dict(blocks=Blocks, tied_units=lambda: Blocks(tied=True), nested=Nested,
              recomputed_singly=lambda: Blocks(at_once=1, tied=True),
              skipping=lambda: Blocks(((0, 1, 2, 3), (0, 3)), frozen=(1,)),
              functional=Functional, early_exit=lambda: Blocks(((0, 1, 2, 3), (0,))),
+             no_block_at_all=lambda: Blocks(((0, 1, 2, 3), ())),
              out_of_order=lambda: Blocks(((3, 1, 0, 2, 2), (3, 1, 0, 2, 2))),
              again=lambda: Blocks(((0, 1, 0, 1, 2, 3), (0, 1, 0, 1, 2, 3))),
              large_vocabulary=lambda: Scalar(lambda: small_model(vocab_size=50257, n_embd=8)))
@@ -1773,6 +1776,20 @@ class OddForwards:
             handle.remove()
         out_of(call).backward()
 
+    def interrupt_in_forward(call):
+        def interrupt(*_):
+            raise KeyboardInterrupt("planted")
+
+        handle = (*first_block(call), call.module)[0].register_forward_pre_hook(interrupt)
+        raises(KeyboardInterrupt, "planted", out_of, call)
+        handle.remove()
+        out_of(call).backward()
+
+    def gradient_penalty(call):
+        x = torch.full((3, 5), dist.get_rank() + 1.0, requires_grad=True)
+        [gradient] = torch.autograd.grad(call(x, True).sum(), x, create_graph=True)
+        (out_of(call, 0) + gradient.square().sum()).backward()
+
     def exception_in_backward(call):
         place = (*first_block(call), call.module)[0]
         handle = place.register_full_backward_pre_hook(planted)
@@ -1846,7 +1863,8 @@ def zero_odd_steps(stage):
     """Like DDP: forwards without a backward, two forwards, evaluation between, exceptions, no_sync,
     `model.module(x)`, and then a usual step."""
     scenarios = [f for f in vars(OddForwards).values() if inspect.isfunction(f)]
-    alike = (OddForwards.two_forwards, OddForwards.exception_in_backward)  # or stage 3 would hang
+    alike = (OddForwards.two_forwards, OddForwards.exception_in_backward,
+             OddForwards.gradient_penalty)  # or stage 3 would hang
     for scenario, name in itertools.product(scenarios, ("branches", "blocks", "early_exit")):
         if name == "early_exit" and scenario in alike:
             continue  # its ranks do not use the same units
@@ -1887,7 +1905,23 @@ def zero_adds_to_gradients(stage):
             a, b = joined(a), in_memory_order({n: t for n, t in b.items() if t is not None})
             assert a.keys() == b.keys()
             assert all(torch.allclose(a[n], b[n], atol=1e-6) for n in a), name
-    return f"{stage.__name__}, 3 backwards, 2 modules", 0.0
+        for first in (True, False):  # a penalty on what parameters() gives, before and after
+            found, expected = [], []
+            for m, taken in ((call, found), (reference, expected)):
+                m.zero_grad()
+                named, penalties = dict(m.named_parameters()), []
+                for place in (True, False):
+                    if place == first:
+                        penalties = [p.square().sum() for p in named.values() if p.requires_grad]
+                    else:
+                        loss = out_of(m, 1)
+                (loss + sum(penalties)).backward()
+                taken += [{n.removeprefix("module."): p.grad for n, p in named.items()}]
+            a, b = joined(found[0]), in_memory_order(
+                {n: t for n, t in expected[0].items() if t is not None})
+            assert a.keys() == b.keys()
+            assert all(torch.allclose(a[n], b[n], atol=1e-6) for n in a), (name, first)
+    return f"{stage.__name__}, 3 backwards, a penalty, 2 modules", 0.0
 
 
 @check([dict(W=2, stage=Zero1), dict(W=2, stage=Zero2), dict(W=3, stage=Zero3)],
@@ -1981,19 +2015,20 @@ def zero_collectives(stage):
             n_gathers = (7 + 4) if stage is Zero3 else 7
             assert kinds.count("gather") == accumulation * n_gathers, events
             assert kinds.count("reduce") == accumulation * 7, events
+        recorded = list(events)
+        held = []
+        for _ in range(2):  # nobody steps between no_sync() and the next backward
+            with call.no_sync():
+                events.clear()
+                call(x).backward()
+            held.append([kind for kind, _ in events if kind in ("gather", "reduce")])
+        assert "reduce" not in held[0] + held[1] and "gather" in held[0], held
+        assert ("gather" in held[1]) == (stage is Zero3), held
     if stage is Zero3:
-        first = events[:kinds.index("backward")]
+        first = recorded[:kinds.index("backward")]
         for i in range(4):  # gathered when unit i has run: the root, units up to it, the next
             so_far = [kind for kind, _ in first[:first.index(("forward", i))]]
             assert so_far.count("gather") == i + 3, first
-    with call.no_sync():
-        events.clear()
-        call(x).backward()
-    assert not [kind for kind, _ in events if kind == "reduce"]
-    if stage is Zero1:  # nobody steps between no_sync() and the next backward
-        events.clear()
-        call(x)
-        assert not [kind for kind, _ in events if kind == "gather"]
     return f"{stage.__name__}, 6 units and a root, 1 and 2 backwards", 0.0
 
 
@@ -2160,7 +2195,8 @@ def zero_state_dicts(stage):
         same_bits(call.full_state_dict(), plain.state_dict())
         ours = call.state_dict()
         assert list(ours) == list(plain.state_dict())
-        ours = {n: t.clone() for n, t in ours.items()}
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in ours.values())
+        assert list(torch.nn.ModuleDict(dict(net=call)).state_dict()) == [f"net.{n}" for n in ours]
         torch.manual_seed(5)
         values = {n: torch.randn(t.shape).to(t.dtype) for n, t in plain.named_parameters()}
         plain.load_state_dict(values, strict=False)  # so that tied ones stay equal
@@ -2238,6 +2274,12 @@ def zero_refuses_by_name(stage):
            module, units=[torch.nn.Linear(5, 5)])
     raises(RuntimeError, f"^{name}: ranks wrap different modules: .*param_dtype", stage, module,
            param_dtype=torch.bfloat16 if rank else None)
+    raises(RuntimeError, f"^{name}: .*wrapped already", stage, call)
+    if stage is Zero3:
+        call = sharded(stage, "blocks")
+        left_over = call.module
+        del call
+        raises(RuntimeError, f"^{name}: .*are shards", stage, left_over)
     raises(RuntimeError, "head.weight.*11.*12|embedding.weight", stage,
            torch.nn.Linear(11 + rank, 3) if rank else module)
     call = stage(module)
@@ -2250,7 +2292,7 @@ def zero_refuses_by_name(stage):
             lambda *_: call.module.layers[2](torch.ones(3, 5)))
         raises(RuntimeError, "layers.2 is called inside the forward of layers.0", out_of, call)
     same_steps(zero_steps(sharded(stage, "blocks")), expected)
-    return f"{name}, 15 mistakes", 0.0
+    return f"{name}, 17 mistakes", 0.0
 
 
 @check(grid(W=(2,), stage=STAGES))

@@ -19,8 +19,8 @@ free.
     Zero3  P_os+g+p    16 Psi/W                         3 a micro-step
 
 How it differs: in Zero3 whole parameters live in two slots that units take turns in, as lines of a
-cache. A weight that autograd has saved fetches its unit again when the backward asks for it, so no
-graph can meet a freed weight, however it was built. Contributions to a gradient are added in rank
+cache. A weight that autograd has saved fetches its unit again when the backward asks for it, in
+whatever way the model calls its units. Contributions to a gradient are added in rank
 order, micro-step by micro-step: the bits of one process that accumulates the same micro batches.
 
 Cost beside the table: three buckets during the backward (Zero1: one); in Zero3 the root and two
@@ -128,6 +128,7 @@ class Bucket:
         self.trained = []
         self.arrived = set()  # parameters with a gradient in this backward
         self.filled = set()  # parameters with a gradient in flat
+        self.taken = set()  # parameters whose shard's `.grad` is in gradient by now
         self.room = self.wait = self.place = None  # while it is being reduced
 
     # what a Reducer asks for
@@ -179,10 +180,14 @@ class Bucket:
         self.gradients = {p: self.view(p, gradient) for p in self.starts}
 
     def earlier(self):
-        """What backwards before this one have left in the shards' `.grad`, (S,), or None."""
+        """Take what is in the shards' `.grad` now -> (S,), or None: the means of earlier backwards,
+        what a script has put there, or the gradient of a penalty on the shards themselves."""
         left = {p: self.shards[p].grad for p in self.trained if self.shards[p].grad is not None}
         if not left:
             return None
+        for p in left:
+            self.shards[p].grad = None
+        self.taken.update(left)
         if len(left) == len(self.trained) and all(g is self.gradients[p] for p, g in left.items()):
             return self.gradient
         together = torch.zeros_like(self.gradient)
@@ -220,12 +225,15 @@ class Unit:
 
     def start(self, process_group):
         """Start to gather the whole parameters into the slot."""
-        version = sum(bucket.master._version for bucket in self.buckets)
-        if version != self.version:  # so that autograd notices when a graph is of other weights
+        if self.is_stale():  # the masters were written to: a graph of the old weights must not run
             increment_version(self.parameters())
-            self.version = version
+            self.version = sum(bucket.master._version for bucket in self.buckets)
         for bucket in self.buckets:
             self.works += bucket.gather(process_group, self.tag)
+
+    def is_stale(self):
+        """Whether torch knows of a write to the masters since they were gathered."""
+        return self.version != sum(bucket.master._version for bucket in self.buckets)
 
     def wait(self):
         works, self.works = self.works, []
@@ -249,7 +257,8 @@ def find_units(module):
     for name, m in module.named_modules():
         if isinstance(m, torch.nn.ModuleList) and not name.startswith(tuple(lists)):
             lists.append(f"{name}." if name else "")
-            found |= {f"{name}.{i}".lstrip("."): element for i, element in enumerate(m)}
+            found |= {f"{name}.{i}".lstrip("."): element for i, element in enumerate(m)
+                      if element is not None}
     return found
 
 
@@ -283,6 +292,9 @@ class Zero1(Reducer):
     init_fn: called as init_fn(submodule) to fill what is on the meta device; without it the
     module's `init_weights()`, which must skip what is still on meta, or else `reset_parameters()`
     of the submodules. Rank 0's values count, as they do for a module that has values.
+
+    Under autocast, weights that autograd saves are 16-bit copies of the whole model: in stage 3 use
+    param_dtype instead. Buffers are not cast. A forward's own writes to weights are lost.
 
     Gradients held back by no_sync() are whole. `zero_grad()` of this wrapper drops them, that of an
     optimizer does not see them. A forward is a collective, also one that only evaluates.
@@ -335,11 +347,11 @@ class Zero1(Reducer):
         """Divide the parameters, not yet their values, among units."""
         name_of = {m: name for name, m in self.module.named_modules()}
         inside = {m: set(m.modules()) for m in chosen}
-        # The innermost units around a module: with two, or none, its parameters are the root's.
-        around = {m: [u for u in chosen if m in inside[u]] for m in name_of}
-        around = {m: [u for u in us if not any(v is not u and v in inside[u] for v in us)]
-                  for m, us in around.items()}
-        owner = {m: us[0] if len(us) == 1 else None for m, us in around.items()}
+        owner = {}  # module -> the innermost unit around it; None, the root, for none and for two
+        for m in name_of:
+            around = [u for u in chosen if m in inside[u]]
+            innermost = [u for u in around if inside[u].isdisjoint(set(around) - {u})]
+            owner[m] = innermost[0] if len(innermost) == 1 else None
         places, owners = [], collections.defaultdict(set)
         for m in name_of:
             for attribute, p in m._parameters.items():
@@ -450,6 +462,7 @@ class Zero1(Reducer):
         for p, start in bucket.starts.items():
             shard = bucket.view(p, bucket.master)
             bucket.shards[p] = torch.nn.Parameter(shard, requires_grad=p.requires_grad)
+            bucket.shards[p].is_shard = True  # lest somebody wrap it again
             bucket.addresses[p] = shard.data_ptr(), shard.dtype
             bucket.was_trained[p] = p.requires_grad
             p.grad = None
@@ -501,7 +514,16 @@ class Zero1(Reducer):
     # ---- forward
 
     def forward(self, *inputs, **kwargs):
-        return self.module(*inputs, **kwargs)
+        try:
+            return self.module(*inputs, **kwargs)
+        except BaseException:  # Ctrl-C, of which torch does not tell a hook
+            self._abandon_forward()
+            raise
+
+    def _abandon_forward(self):
+        for unit, _ in self._stack:
+            unit.n_calls = 0
+        self._stack.clear()
 
     def _before_forward(self, unit, module, inputs, kwargs):
         """Hook of a unit's module and of its submodules: its parameters have to be whole."""
@@ -530,7 +552,8 @@ class Zero1(Reducer):
             self._end_pass()
 
     def _saves_weights(self):
-        """Whether autograd, should it save a weight now, does what the stage needs."""
+        """Whether a weight that autograd saves now will be whole in the backward: here it stays so.
+        """
         return True
 
     def _ready(self, unit):
@@ -544,7 +567,7 @@ class Zero1(Reducer):
         always: an optimizer that writes to p.data leaves no trace by which to know.
         """
         self._check_shards()
-        if not self._used:
+        if not self._used or any(unit.is_stale() for unit in self._units):
             self._gather_all()
         if not whole_model:
             self._end_pass()
@@ -574,7 +597,8 @@ class Zero1(Reducer):
                                        f"values by load_full_state_dict()")
                 if p.requires_grad != bucket.was_trained[p]:
                     shard.requires_grad_(p.requires_grad)
-                p.requires_grad_(shard.requires_grad)
+                if p.requires_grad != shard.requires_grad:
+                    p.requires_grad_(shard.requires_grad)
                 bucket.was_trained[p] = p.requires_grad
 
     # ---- backward
@@ -632,15 +656,20 @@ class Zero1(Reducer):
         bucket.filled.clear()
 
     def _has_gradient(self, p):
-        return p in self._used or self._bucket_of[p].shards[p].grad is not None
+        bucket = self._bucket_of[p]
+        return p in self._used or p in bucket.taken or bucket.shards[p].grad is not None
 
     def _give_gradient(self, p):
         bucket = self._bucket_of[p]
+        if bucket.shards[p].grad is not None:  # a penalty's, later than the bucket was reduced
+            bucket.gradients[p].add_(bucket.shards[p].grad)
         bucket.shards[p].grad = bucket.gradients[p]
 
     def _reset(self):
         super()._reset()
         self._spare.buffers.clear()
+        for bucket in self._all_buckets:
+            bucket.taken.clear()
 
     def _drop_unfinished(self):
         super()._drop_unfinished()
@@ -670,16 +699,23 @@ class Zero1(Reducer):
         gradients = [shard.grad for shard in self.parameters() if shard.grad is not None]
         return clip_gradients_(gradients, max_norm, self.process_group)
 
-    def state_dict(self):
-        """This rank's shards and the buffers, under the module's own names. Not a collective."""
+    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
+        """This rank's shards and the buffers under the module's own names, copied unless keep_vars.
+        Arguments as in torch.nn.Module. Not a collective."""
         shard_of = {p: shard for b in self._all_buckets for p, shard in b.shards.items()}
-        return {name: shard_of.get(t, t).detach() if isinstance(t, torch.Tensor) else t
-                for name, t in self.module.state_dict(keep_vars=True).items()}
+        destination = {} if destination is None else destination
+        for name, t in self.module.state_dict(keep_vars=True).items():
+            if isinstance(t, torch.Tensor):
+                t = shard_of.get(t, t)
+                # Copied, since torch.save would write all of the buffer that a view is of.
+                t = t if keep_vars else t.detach().clone()
+            destination[prefix + name] = t
+        return destination
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Copy in what `state_dict()` gave at this world size. Raises RuntimeError on a misfit."""
-        ours = self.state_dict()
+        ours = self.state_dict(keep_vars=True)
         self._check_fit({name: t.shape for name, t in ours.items()}, state_dict)
         for name, t in ours.items():
             t.copy_(state_dict[name])
@@ -801,6 +837,10 @@ class Zero3(Zero2):
     reverse. A rank that skips a unit takes part nevertheless, lest the others wait for it. What is
     out of this order (units called again or in another order, two forwards before a backward, an
     exception in a backward) has to be so on all ranks.
+
+    A whole weight may be kept only where autograd sees it: not as `ctx.w = w` in an autograd
+    Function, by saved_tensors_hooks inside a unit's forward, or inside an output of a type that
+    torch.utils._pytree does not know. It would read what another unit has put there.
     """
 
     _keeps_whole = False
@@ -914,11 +954,18 @@ class Zero3(Zero2):
                 raise RuntimeError(
                     f"a {tuple(t.shape)} tensor needed by the backward was modified in place"
                     + (f": a parameter of {unit.name}, by an optimizer step?" if unit else ""))
-            return t
+            # Under create_graph the backward is recorded, but no hook is on: a copy of its own.
+            return t.clone() if unit is not None and torch.is_grad_enabled() else t
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
         self._pack_hooks[pack] = len(self._stack), hooks
+
+    def _abandon_forward(self):
+        super()._abandon_forward()
+        for pack, (_, hooks) in reversed(list(self._pack_hooks.items())):
+            del self._pack_hooks[pack]
+            hooks.__exit__()
 
     def _slot_of(self, t):
         try:
@@ -938,10 +985,6 @@ class Zero3(Zero2):
             output = tree_map_only(
                 torch.Tensor, lambda t: t.clone() if self._slot_of(t) else t, output)
         super()._after_forward(unit, module, output)
-        if not unit.n_calls:
-            unit.swap_in(False)
-        if not self._stack and not in_backward():
-            self._root.swap_in(False)
         return output
 
     # ---- backward
