@@ -813,8 +813,9 @@ class Functional(torch.nn.Module):
         self.head, self.weight = torch.nn.Linear(5, 5), torch.nn.Parameter(torch.randn(5, 5))
 
     def part(self, layers, x):
+        x = x @ self.weight
         for layer in layers:
-            x = layer["b"](layer["a"](x)) @ self.weight
+            x = layer["b"](layer["a"](x))
         return self.head(x).tanh()
 
     def forward(self, x, flag):
@@ -1905,23 +1906,21 @@ def zero_adds_to_gradients(stage):
             a, b = joined(a), in_memory_order({n: t for n, t in b.items() if t is not None})
             assert a.keys() == b.keys()
             assert all(torch.allclose(a[n], b[n], atol=1e-6) for n in a), name
-        for first in (True, False):  # a penalty on what parameters() gives, before and after
-            found, expected = [], []
-            for m, taken in ((call, found), (reference, expected)):
-                m.zero_grad()
-                named, penalties = dict(m.named_parameters()), []
-                for place in (True, False):
-                    if place == first:
-                        penalties = [p.square().sum() for p in named.values() if p.requires_grad]
-                    else:
-                        loss = out_of(m, 1)
-                (loss + sum(penalties)).backward()
-                taken += [{n.removeprefix("module."): p.grad for n, p in named.items()}]
-            a, b = joined(found[0]), in_memory_order(
-                {n: t for n, t in expected[0].items() if t is not None})
-            assert a.keys() == b.keys()
-            assert all(torch.allclose(a[n], b[n], atol=1e-6) for n in a), (name, first)
-    return f"{stage.__name__}, 3 backwards, a penalty, 2 modules", 0.0
+    torch.manual_seed(0)
+    modules = [Chain()]
+    modules.append(copy.deepcopy(modules[0]))
+    both, x = (stage(modules[0]), DDP(modules[1])), torch.full((3, 64), dist.get_rank() + 1.0)
+    for before in (True, False):  # a penalty on what parameters() gives, before a forward and after
+        for m in both:
+            m.zero_grad()
+            early = sum(p.square().sum() for p in m.parameters()) if before else 0
+            loss = m(x)
+            late = 0 if before else sum(p.square().sum() for p in m.parameters())
+            (loss + early + late).backward()
+        a = joined({n: p.grad for n, p in both[0].named_parameters()})
+        b = in_memory_order({n: p.grad for n, p in modules[1].named_parameters()})
+        assert a.keys() == b.keys() and all(torch.allclose(a[n], b[n], atol=1e-6) for n in a)
+    return f"{stage.__name__}, 3 backwards of 2 modules; penalties", 0.0
 
 
 @check([dict(W=2, stage=Zero1), dict(W=2, stage=Zero2), dict(W=3, stage=Zero3)],
@@ -2062,6 +2061,9 @@ def memory_by_phase(stage, n_units=8, width=64, **options):
         optimizer.step()
         phases["step"] = live_bytes() - before
         call.zero_grad()
+    with torch.no_grad():
+        call(x)
+    phases["evaluation"] = live_bytes() - before
     return phases
 
 
@@ -2302,11 +2304,15 @@ def zero_frees_its_memory(stage):
     before = live_bytes()
     call = sharded(stage, "blocks")
     module, weight = call.module, call.module.layers[0].down.weight
-    list(zero_steps(call))
     names = dict(call.named_parameters())
-    for n, p in module.named_parameters():
-        assert (p is names[n]) == (stage is Zero3)
-        repr(p.clone())
+    for moment in (lambda: out_of(call), lambda: out_of(call).backward(),
+                   lambda: list(zero_steps(call))):
+        kept = moment()
+        for n, p in module.named_parameters():
+            assert (p is names[n]) == (stage is Zero3)
+            repr(p.clone())
+        del kept
+        call.zero_grad()
     frozen = [b for b in call._all_buckets if not b.trained]
     assert len(frozen) == 4 and all(b.flat is None and b.gradient is None for b in frozen)
     optimizer_hooks = len(_global_optimizer_pre_hooks)

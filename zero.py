@@ -938,10 +938,11 @@ class Zero3(Zero2):
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
         def pack(t):
+            # Detached, as t may be the output of the very node that saves it: a cycle, never freed.
             slot = self._slot_of(t)
             if slot is not None:
-                return slot.holder, t, t._version
-            return None, outer[0](t) if outer else t, t._version
+                return slot.holder, t.detach(), t._version
+            return None, outer[0](t) if outer else t.detach(), t._version
 
         def unpack(saved):
             unit, t, version = saved
