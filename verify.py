@@ -1705,7 +1705,7 @@ def zero1_is_zero_redundancy_optimizer():
 
     for name in names:
         theirs = zoo_module(name)
-        some_unused = name == "branches" or isinstance(theirs, (Blocks, Nested))
+        some_unused = name == "branches" or isinstance(theirs, (Blocks, Nested, Functional))
         reference = DistributedDataParallel(theirs, find_unused_parameters=some_unused)
         same_as_zero(zero_steps(sharded(Zero1, name), 2),
                      zoo_steps(theirs, reference, 2, make=redundancy), name)
