@@ -1953,6 +1953,34 @@ def zero_ranks_out_of_step(stage):
            f"parameters", 0.0
 
 
+@check([dict(W=2, stage=Zero1), dict(W=3, stage=Zero3)], full=grid(W=(2, 3), stage=STAGES))
+def zero_keeps_what_it_sends(stage):
+    """What a rank still sends to slower ones is overwritten neither by the units that come next nor
+    by new values of its shards."""
+    class Some(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.units = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(6))
+
+        def forward(self, x, n):
+            for unit in self.units[:n]:
+                x = unit(x)
+            return x
+
+    torch.manual_seed(0)
+    x, module = torch.randn(2, 256), Some()
+    with torch.no_grad():
+        for ahead in range(dist.get_world_size()):
+            call = stage(copy.deepcopy(module))
+            n = 0 if dist.get_rank() == ahead else len(module.units)
+            time.sleep(0.1 if n else 0)  # while the one ahead sends all that it does not use
+            found = call(x, n)
+            for shard in call.parameters():
+                shard.zero_()
+            assert torch.equal(found, module(x, n))
+    return f"{stage.__name__}, each rank 0.1 s ahead", 0.0
+
+
 @check(grid(W=(1, 2), stage=STAGES))
 def zero_recomputes(stage):
     """Under activation checkpointing blocks run twice, and their activations are not kept."""

@@ -789,12 +789,10 @@ class Zero1(Reducer):
         raise RuntimeError(f"{self._get_name()}: cast or move the module before wrapping it; "
                            f"param_dtype casts what forward and backward use")
 
-    def __deepcopy__(self, memo):
-        raise TypeError(f"{self._get_name()}: copy the module before wrapping it, or its weights "
-                        f"by full_state_dict()")
-
     def __getstate__(self):
-        raise TypeError(f"{self._get_name()}: save full_state_dict() or state_dict() instead")
+        """For deepcopy and pickle."""
+        raise TypeError(f"{self._get_name()}: save, or copy, full_state_dict() or state_dict() "
+                        f"instead")
 
 
 # -------------------------------------------------------------------------------------------------
