@@ -1773,7 +1773,8 @@ class OddForwards:
     def exception_in_forward(call):
         for module in (call.module, *first_block(call)):
             handle = module.register_forward_hook(planted)
-            raises(ZeroDivisionError, "planted", out_of, call)
+            for called in (call, call.module):
+                raises(ZeroDivisionError, "planted", out_of, called)
             handle.remove()
         out_of(call).backward()
 
@@ -1797,7 +1798,7 @@ class OddForwards:
         loss = out_of(call)
         raises(ZeroDivisionError, "planted", loss.backward)
         handle.remove()
-        call.zero_grad()
+        torch.optim.SGD(call.parameters()).zero_grad()  # which does not see what is not reduced
         out_of(call).backward()
 
     def second_backward(call):
@@ -1844,13 +1845,21 @@ class OddForwards:
             zoo_loss(lambda x, _: call(x, True), 3, 0, dist.get_rank()).backward()
         zoo_loss(lambda x, _: call(x, False), 4, 0, dist.get_rank()).backward()
 
+    def frozen(call, trained=False, by=lambda call: call):
+        for n, p in by(call).named_parameters():
+            if "down" in n or "sometimes" in n:
+                p.requires_grad_(trained)
+        call.zero_grad()
+        out_of(call, 1).backward()
+
+    def frozen_in_the_module(call, trained=False):
+        OddForwards.frozen(call, trained, lambda call: call.module)
+
     def frozen_and_thawed(call):
         for trained in (False, True, True):
-            for n, p in call.named_parameters():
-                if "down" in n or "sometimes" in n:
-                    p.requires_grad_(trained)
-            call.zero_grad()
-            out_of(call, 1).backward()
+            OddForwards.frozen(call, trained)
+            OddForwards.frozen_in_the_module(call, not trained)
+            OddForwards.frozen(call, trained)
 
     def zero_grad_to_zeros(call):
         out_of(call, 1).backward()
@@ -1983,8 +1992,9 @@ def zero_keeps_what_it_sends(stage):
 
 @check(grid(W=(1, 2), stage=STAGES))
 def zero_recomputes(stage):
-    """Under activation checkpointing blocks run twice, and their activations are not kept."""
-    kept, idx = {False: 0, True: 0}, torch.arange(32).view(2, 16)
+    """Under activation checkpointing blocks run twice, are gathered as often as without it, and
+    their activations are not kept."""
+    kept, idx, n_gathers = {False: 0, True: 0}, torch.arange(32).view(2, 16), []
     for on in kept:
         def keep(t):
             kept[on] += t.nbytes
@@ -1992,10 +2002,13 @@ def zero_recomputes(stage):
 
         call, calls = stage(small_model(n_layer=6, activation_checkpointing=on)), []
         call.module.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            loss = call(idx, idx)[1]
-        loss.backward()
+        with mock.patch.object(zero, "all_gather", side_effect=zero.all_gather) as gathers:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+                loss = call(idx, idx)[1]
+            loss.backward()
+        n_gathers.append(gathers.call_count)
         assert len(calls) == 1 + on, calls
+    assert len(set(n_gathers)) == 1, n_gathers
     assert 0 < kept[True] < 0.3 * kept[False], kept
     return f"{stage.__name__}, bytes kept for the backward: {kept[True] / kept[False]:.2f}", 0.0
 
@@ -2199,9 +2212,14 @@ def zero_materialises(stage):
     with torch.device("meta"):
         filled, bare = Mixture(), Blocks()
     assert all((t == 7).all() for t in stage(filled, init_fn=fill).full_state_dict().values())
+    with torch.device("meta"):
+        filled = Mixture()
+    filled.init_weights = lambda: [t.fill_(dist.get_rank() + 7) for t in (
+        *filled.parameters(), *filled.buffers()) if not t.is_meta]  # again and again
+    assert all((t == 7).all() for t in stage(filled).full_state_dict().values())
     raises(RuntimeError, "has a Block on the meta device without reset_parameters.*init_fn", stage,
            bare)
-    return f"{stage.__name__}, GPT of 8 blocks, two other modules, 3 ways", 0.0
+    return f"{stage.__name__}, GPT of 8 blocks, two other modules, 4 ways", 0.0
 
 
 @check(grid(W=(1, 2, 3), stage=STAGES))
