@@ -2178,6 +2178,9 @@ class Mixture(torch.nn.Module):
 def zero_materialises(stage):
     """From the meta device the GPT gets the weights of building it whole, no rank holding more than
     its shards and some units; other modules reset themselves or take init_fn, and ranks agree."""
+    built = train.build_model(small_config(mode=stage.__name__.lower()),
+                              train.load_tokenizer("bytes"))
+    assert all(p.is_meta for p in built.parameters())
     expected, W, live = whole(small_model(n_layer=8)), dist.get_world_size(), []
     with torch.device("meta"):
         gpt = small_model(n_layer=8)
