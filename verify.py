@@ -1738,7 +1738,11 @@ def zero_optimizers(stage):
         zoo_loss(call, 0, 0, 0).backward()
         raises(RuntimeError, f"{kind.__name__} looks at a parameter as a whole",
                kind(call.parameters()).step, *[lambda: 0.0] * (kind is torch.optim.LBFGS))
-    return f"{stage.__name__}, {len(kinds)} optimizers, 2 ways each, 2 modules; 3 refused", 0.0
+    module = zoo_module("blocks")
+    early = torch.optim.SGD(module.parameters(), lr=0.1)
+    call = stage(module)
+    raises(RuntimeError, "SGD was given the module's own parameters", early.step)
+    return f"{stage.__name__}, {len(kinds)} optimizers, 2 ways each, 2 modules; 4 refused", 0.0
 
 
 def first_block(call):
@@ -2037,8 +2041,8 @@ def zero_collectives(stage):
     def record(kind, function):
         return lambda flat, *rest: events.append((kind, len(flat))) or function(flat, *rest)
 
-    call, x = stage(Chain()), torch.ones(3, 64)
-    units = call.module.units
+    module, x = Chain(), torch.ones(3, 64)
+    call, units = stage(module, units=module.units.children()), module.units
     for i, unit in enumerate(units):
         unit.register_forward_hook(lambda *_, i=i: events.append(("forward", i)))
         unit.register_full_backward_pre_hook(lambda *_, i=i: events.append(("backward", i)))

@@ -335,12 +335,11 @@ class Zero1(Reducer):
 
     def _choose(self, units):
         """{unit's module: its name}, in order of the module."""
-        name_of = {m: name for name, m in self.module.named_modules()}
+        units, name_of = set(units), {m: name for name, m in self.module.named_modules()}
         for m in units:
             if m not in name_of or m is self.module:
                 raise ValueError(f"{self._get_name()}: units has a {type(m).__name__} that is not "
                                  f"a submodule of the {type(self.module).__name__}")
-        units = set(units)
         return {m: name for m, name in name_of.items() if m in units}
 
     def _build_units(self, chosen):
@@ -503,13 +502,17 @@ class Zero1(Reducer):
             weakref.finalize(self, handle.remove).atexit = False
 
     def _check_optimizer(self, optimizer):
+        """Hook of all optimizers: refuse those whose step would be another one than on DDP."""
         kind = type(optimizer).__name__
-        if kind.lower() in NOT_ELEMENT_WISE:
-            ours = set(self.parameters())
-            if any(p in ours for group in optimizer.param_groups for p in group["params"]):
-                raise RuntimeError(f"{self._get_name()}: {kind} looks at a parameter as a whole, "
-                                   f"but each rank has a shard: use an optimizer that works "
-                                   f"element by element, such as AdamW or SGD")
+        given = {p for group in optimizer.param_groups for p in group["params"]}
+        if not given.isdisjoint(self._bucket_of):
+            raise RuntimeError(f"{self._get_name()}: {kind} was given the module's own parameters, "
+                               f"which get no gradient: build it after wrapping, from the "
+                               f"wrapper's parameters()")
+        if kind.lower() in NOT_ELEMENT_WISE and not given.isdisjoint(self.parameters()):
+            raise RuntimeError(f"{self._get_name()}: {kind} looks at a parameter as a whole, but "
+                               f"each rank has a shard: use an optimizer that works element by "
+                               f"element, such as AdamW or SGD")
 
     # ---- forward
 
