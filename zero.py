@@ -263,7 +263,7 @@ def find_units(module):
 
 
 # -------------------------------------------------------------------------------------------------
-# stage 1
+# what the stages share
 
 
 def unless_compiling(hook):
@@ -277,11 +277,8 @@ def refuse_load(module, *_):
                        "its wrapper")
 
 
-class Zero1(Reducer):
-    """P_os: each rank keeps optimizer state for 1/W of the parameters, and updates only these.
-
-    8 Psi + 8 Psi/W bytes in fp32 with Adam. A step reduces gradients to their owners during the
-    backward, Psi elements, and gathers updated shards under the next forward, Psi elements.
+class Zero(Reducer):
+    """What the three stages share: units and their shards, hooks, gradients on their way, state.
 
     process_group: the ranks to shard over; None for all.
     units: modules whose parameters are gathered together; None: the elements of the outermost
@@ -301,9 +298,11 @@ class Zero1(Reducer):
 
     Raises RuntimeError where ranks wrap different modules, TypeError when copied, ValueError for a
     unit that is no submodule.
-    """
 
-    _keeps_whole = True
+    A stage has `_keeps_whole`, whether parameters stay whole; `_slot`, the memory they are in;
+    `_begin_pass` and `_end_pass` around the outermost forward, and `_refresh` without one; `_open`,
+    which finds memory for gradients.
+    """
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
                  init_fn=None):
@@ -369,10 +368,6 @@ class Zero1(Reducer):
                                     submodules, own, depth, self._slot(depth),
                                     self._tag + 1 + len(self._units)))
         self._root = self._units[0]
-
-    def _slot(self, depth):
-        """The memory of the next unit; depth counts the units around it, None for the root."""
-        return Slot(self._device)
 
     @torch.no_grad()
     def _take_in_values(self, init_fn):
@@ -536,6 +531,7 @@ class Zero1(Reducer):
         unit.n_calls += 1
         if len(self._stack) == 1:
             if not in_backward():
+                self._check_shards()
                 self._begin_pass(whole_model=module is self.module)
             self._ready(self._root)
         self._ready(unit)
@@ -563,31 +559,10 @@ class Zero1(Reducer):
         """What a forward of unit needs."""
         self._use(unit)
 
-    def _begin_pass(self, whole_model):
-        """The outermost forward begins: start to gather everything. A collective.
-
-        Not between a backward under no_sync() and the next one, where no step belongs. Otherwise
-        always: an optimizer that writes to p.data leaves no trace by which to know.
-        """
-        self._check_shards()
-        if not self._used or any(unit.is_stale() for unit in self._units):
-            self._gather_all()
-        if not whole_model:
-            self._end_pass()
-
-    def _gather_all(self):
-        for unit in self._units:
-            unit.wait()
-            unit.start(self.process_group)
-
     def _use(self, unit):
         if unit.works:
             with self._exposed():
                 unit.wait()
-
-    def _end_pass(self):
-        for unit in self._units:  # a shard must not change while it is being sent
-            self._use(unit)
 
     def _check_shards(self):
         """Refuse shards that were replaced; what was frozen or thawed since is so, whole and shard.
@@ -623,17 +598,6 @@ class Zero1(Reducer):
         if not bucket.filled:
             self._open(bucket)
         bucket.put(p, scale)
-
-    def _open(self, bucket):
-        """A bucket gets its first gradient since it was last reduced."""
-        if bucket.flat is None:
-            bucket.flat = self._new_flat(bucket)
-            in_place = bucket.reduce_dtype == bucket.dtype
-            bucket.set_gradient(bucket.own(bucket.flat) if in_place else
-                                torch.empty_like(bucket.master))
-        for p in bucket.trained:  # not zeroed: to be added, but its memory is needed
-            if bucket.shards[p].grad is bucket.gradients[p]:
-                bucket.shards[p].grad = bucket.gradients[p].clone()
 
     def _new_flat(self, bucket):
         return self._spare.take(self.world_size * bucket.size, bucket.reduce_dtype, bucket.device)
@@ -748,11 +712,6 @@ class Zero1(Reducer):
         return {name: whole[first_name[name]] if name in first_name else t.detach().clone()
                 for name, t in self.module.state_dict(keep_vars=True).items()}
 
-    def _refresh(self):
-        """Make the whole parameters in the module current. A collective."""
-        self._gather_all()
-        self._end_pass()
-
     @torch.no_grad()
     def load_full_state_dict(self, state_dict):
         """Write whole parameters and buffers: each rank copies its part. A collective.
@@ -796,6 +755,61 @@ class Zero1(Reducer):
         """For deepcopy and pickle."""
         raise TypeError(f"{self._get_name()}: save, or copy, full_state_dict() or state_dict() "
                         f"instead")
+
+
+# -------------------------------------------------------------------------------------------------
+# stage 1
+
+
+class Zero1(Zero):
+    """P_os: each rank keeps optimizer state for 1/W of the parameters, and updates only these.
+
+    8 Psi + 8 Psi/W bytes in fp32 with Adam. A step reduces gradients to their owners during the
+    backward, Psi elements, and gathers updated shards under the next forward, Psi elements. In
+    fp32 the shards, and their gradients, are parts of the whole ones.
+    """
+
+    _keeps_whole = True
+
+    def _slot(self, depth):
+        """The memory of the next unit; depth counts the units around it, None for the root."""
+        return Slot(self._device)
+
+    def _begin_pass(self, whole_model):
+        """The outermost forward begins: start to gather everything. A collective.
+
+        Not between a backward under no_sync() and the next one, where no step belongs. Otherwise
+        always: an optimizer that writes to p.data leaves no trace by which to know.
+        """
+        if not self._used or any(unit.is_stale() for unit in self._units):
+            self._gather_all()
+        if not whole_model:
+            self._end_pass()
+
+    def _gather_all(self):
+        for unit in self._units:
+            unit.wait()
+            unit.start(self.process_group)
+
+    def _end_pass(self):
+        for unit in self._units:  # a shard must not change while it is being sent
+            self._use(unit)
+
+    def _refresh(self):
+        """Make the whole parameters in the module current. A collective."""
+        self._gather_all()
+        self._end_pass()
+
+    def _open(self, bucket):
+        """A bucket gets its first gradient since it was last reduced."""
+        if bucket.flat is None:
+            bucket.flat = self._new_flat(bucket)
+            in_place = bucket.reduce_dtype == bucket.dtype
+            bucket.set_gradient(bucket.own(bucket.flat) if in_place else
+                                torch.empty_like(bucket.master))
+        for p in bucket.trained:  # not zeroed: to be added, but its memory is needed
+            if bucket.shards[p].grad is bucket.gradients[p]:
+                bucket.shards[p].grad = bucket.gradients[p].clone()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -902,7 +916,6 @@ class Zero3(Zero2):
     # ---- forward
 
     def _begin_pass(self, whole_model):
-        self._check_shards()
         for unit in self._units:
             unit.slot.evict()  # the shards may have changed
         self._set_course(self._units if whole_model else [])
