@@ -1593,11 +1593,12 @@ def joined(shards):
 
 def zero_snapshot(call):
     """As `snapshot`, of whole tensors, in memory order; shards and wholes have to agree."""
-    shards = dict(call.named_parameters())
+    shards = {n: (p.detach(), p.grad) for n, p in call.named_parameters()}
+    found = joined({n: p for n, (p, _) in shards.items()}
+                   | {f"{n}.grad": gradient for n, (_, gradient) in shards.items()})
     whole = in_memory_order(dict(call.full_parameters()))
-    same_bits(joined({n: p.detach() for n, p in shards.items()}), whole)
-    gradients = joined({f"{n}.grad": p.grad for n, p in shards.items()})
-    return {**whole, **in_memory_order(dict(call.module.named_buffers())), **gradients}
+    same_bits({n: found[n] for n in whole}, whole)
+    return {**found, **in_memory_order(dict(call.module.named_buffers()))}
 
 
 def zero_steps(call, accumulation=1, clip=0, dealt=False, steps=3, make=adamw):
