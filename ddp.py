@@ -358,12 +358,24 @@ class Reducer(torch.nn.Module):
         self._put(bucket, p, self._scale())
         bucket.arrived.add(p)
         # Strictly by index: ranks may complete buckets in different orders.
-        while self._n_launched < len(self._buckets) and self._buckets[self._n_launched].complete():
-            self._n_launched += 1
-            self._launch(self._buckets[self._n_launched - 1])
+        while (self._n_launched < len(self._buckets)
+               and self._is_ready(self._buckets[self._n_launched])):
+            self._launch_next()
 
     def _put(self, bucket, p, scale):
         bucket.put(p, scale)
+
+    def _is_ready(self, bucket):
+        """Whether to launch a bucket before the backward has ended."""
+        return bucket.complete()
+
+    def _launch_next(self):
+        bucket = self._buckets[self._n_launched]
+        for p in bucket.parameters():
+            if p not in bucket.arrived:
+                self._put(bucket, p, self._scale())  # no gradient, or one from no_sync()
+        self._n_launched += 1
+        self._launch(bucket)
 
     def _scale(self):
         return 1 / self.world_size
@@ -410,12 +422,8 @@ class Reducer(torch.nn.Module):
     def _end_backward(self):
         """The engine's callback after a backward: launch what is left, wait, agree on what is used.
         """
-        for bucket in self._buckets[self._n_launched:]:
-            for p in bucket.parameters():
-                if p not in bucket.arrived:
-                    self._put(bucket, p, self._scale())  # no gradient, or one from no_sync()
-            self._n_launched += 1
-            self._launch(bucket)
+        while self._n_launched < len(self._buckets):
+            self._launch_next()
         if next(iter(self._names)).is_cuda:
             torch.cuda.current_stream().synchronize()  # lest the clock show the backward too
         for bucket in self._buckets:

@@ -28,12 +28,13 @@ units, whole, during forward and backward; in Zero2 and Zero3 whole gradients un
 """
 
 import collections
+import contextlib
 import itertools
 import weakref
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -49,6 +50,15 @@ NOT_ELEMENT_WISE = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "so
 def in_backward():
     """Whether autograd is at work in this thread: a forward now recomputes a checkpoint."""
     return torch._C._current_graph_task_id() != -1
+
+
+def will_get_gradient(p):
+    """Whether the backward under way has a gradient for p; asked within a hook of it."""
+    if not p.requires_grad:
+        return False
+    with contextlib.suppress(RuntimeError):  # from autograd.grad() for p itself, which leaves p.grad
+        return torch._C._will_engine_execute_node(get_gradient_edge(p).node)
+    return False
 
 
 def dense(p):
@@ -125,8 +135,9 @@ class Bucket:
         self.whole = self.master = self.flat = self.gradient = None
         self.shards, self.gradients = {}, {}  # parameter -> its part of master, of gradient
         self.addresses, self.was_trained = {}, {}  # parameter -> what it was last seen to be
-        self.trained = []
-        self.arrived = set()  # parameters with a gradient in this backward
+        self.trained = []  # parameters that are not frozen
+        self.expected = set()  # parameters that get a gradient in this backward
+        self.arrived = set()  # those of them that have it
         self.filled = set()  # parameters with a gradient in flat
         self.taken = set()  # parameters whose shard's `.grad` is in gradient by now
         self.room = self.wait = self.place = None  # while it is being reduced
@@ -140,7 +151,7 @@ class Bucket:
         return self.place
 
     def complete(self):
-        return len(self.arrived) == len(self.trained)
+        return self.expected <= self.arrived
 
     def put(self, p, scale):
         """Move p.grad into flat, added to what is there of p; then all of it times scale."""
@@ -248,7 +259,13 @@ class Unit:
             self.swapped_in = whole
             shards = {p: shard for bucket in self.buckets for p, shard in bucket.shards.items()}
             for module, attribute, p in self.places:
-                module._parameters[attribute] = p if whole else shards[p]
+                there, new = (shards[p], p) if whole else (p, shards[p])
+                if module._parameters.get(attribute) is there:  # not what functional_call() has put
+                    module._parameters[attribute] = new
+
+
+def copied(value):
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def find_units(module):
@@ -269,12 +286,6 @@ def find_units(module):
 def unless_compiling(hook):
     """A hook that leaves no trace in what torch.compile makes of the module around."""
     return lambda *arguments: None if torch.compiler.is_compiling() else hook(*arguments)
-
-
-def refuse_load(module, *_):
-    """Hook of a wrapped module, whose parameters are shards, or are overwritten by a forward."""
-    raise RuntimeError("this module is sharded: load whole weights by load_full_state_dict() of "
-                       "its wrapper")
 
 
 class Zero(Reducer):
@@ -387,7 +398,8 @@ class Zero(Reducer):
                     module._parameters[attribute] = torch.nn.Parameter(
                         torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for unit in self._units:
-            unit.swapped_in = None  # neither, so that it is set now
+            for module, attribute, p in unit.places:
+                module._parameters[attribute] = p
             unit.swap_in(self._keeps_whole)
             if not self._keeps_whole:
                 unit.slot.free()
@@ -402,6 +414,7 @@ class Zero(Reducer):
             if p.is_meta:
                 real = torch.nn.Parameter(torch.empty_like(p, device=self._device), p.requires_grad)
                 torch.utils.swap_tensors(p, real)  # the modules' p stays the same object
+                vars(p).update(vars(real))  # such as p.no_decay, by which a script makes groups
         for m in empty:
             for name, buffer in m._buffers.items():
                 if buffer is not None and buffer.is_meta:
@@ -456,12 +469,13 @@ class Zero(Reducer):
         for p, start in bucket.starts.items():
             shard = bucket.view(p, bucket.master)
             bucket.shards[p] = torch.nn.Parameter(shard, requires_grad=p.requires_grad)
-            bucket.shards[p].is_shard = True  # lest somebody wrap it again
-            bucket.addresses[p] = shard.data_ptr(), shard.dtype
+            vars(bucket.shards[p]).update(vars(p), is_shard=True)  # lest somebody wrap it again
             bucket.was_trained[p] = p.requires_grad
             p.grad = None
             offset_of_p = offset + start * bucket.param_dtype.itemsize
             p.data = slot.tensor(bucket.param_dtype, offset_of_p, *dense(p))
+            bucket.addresses[p] = (shard.data_ptr(), shard.dtype, slot.storage._cdata,
+                                   bucket.param_dtype)
 
     def _index_buckets(self):
         """Bring the buckets into the order in which a backward completes them."""
@@ -492,6 +506,13 @@ class Zero(Reducer):
                 handles += [
                     m.register_forward_pre_hook(apart(enter), prepend=True, with_kwargs=True),
                     m.register_forward_hook(apart(leave), always_call=True)]
+        wrapped = weakref.ref(self.module)
+
+        def refuse_load(module, *_):
+            if module is wrapped():  # not a copy, which has the hook too
+                raise RuntimeError("this module is sharded: load whole weights by "
+                                   "load_full_state_dict() of its wrapper")
+
         handles.append(self.module.register_load_state_dict_pre_hook(refuse_load))
         for handle in handles:
             weakref.finalize(self, handle.remove).atexit = False
@@ -525,8 +546,9 @@ class Zero(Reducer):
 
     def _before_forward(self, unit, module, inputs, kwargs):
         """Hook of a unit's module and of its submodules: its parameters have to be whole."""
-        if unit.n_calls and module is not unit.module and self._saves_weights():
-            return None  # a part of a unit whose forward is under way
+        within = unit.n_calls > 0 and module is not unit.module  # a part of a forward under way
+        if within and self._catches_saved_weights():
+            return None
         self._stack.append((unit, module))
         unit.n_calls += 1
         if len(self._stack) == 1:
@@ -535,7 +557,7 @@ class Zero(Reducer):
                 self._begin_pass(whole_model=module is self.module)
             self._ready(self._root)
         self._ready(unit)
-        if self.param_dtype is None:
+        if self.param_dtype is None or within:
             return None
         return tree_map_only(
             torch.Tensor, lambda t: t.to(self.param_dtype) if t.is_floating_point() else t,
@@ -550,7 +572,7 @@ class Zero(Reducer):
         if not self._stack and not in_backward():
             self._end_pass()
 
-    def _saves_weights(self):
+    def _catches_saved_weights(self):
         """Whether a weight that autograd saves now will be whole in the backward: here it stays so.
         """
         return True
@@ -569,7 +591,8 @@ class Zero(Reducer):
         """
         for bucket in self._all_buckets:
             for p, shard in bucket.shards.items():
-                if (shard.data_ptr(), shard.dtype) != bucket.addresses[p]:
+                there = shard.data_ptr(), shard.dtype, p.untyped_storage()._cdata, p.dtype
+                if there != bucket.addresses[p]:
                     raise RuntimeError(f"{self._get_name()}: {self._name_of[p]} was cast, moved "
                                        f"or replaced after wrapping: do so before, or write new "
                                        f"values by load_full_state_dict()")
@@ -584,6 +607,7 @@ class Zero(Reducer):
     def _follow_changes(self):
         for bucket in self._all_buckets:
             bucket.trained = [p for p in bucket.starts if p.requires_grad]
+            bucket.expected = set(filter(will_get_gradient, bucket.trained))
         self._buckets = [bucket for bucket in self._all_buckets if bucket.trained]
         for place, bucket in enumerate(self._buckets):
             bucket.place = place
@@ -640,13 +664,16 @@ class Zero(Reducer):
 
     def _drop_unfinished(self):
         super()._drop_unfinished()
-        for bucket in self._all_buckets:
-            bucket.filled.clear()
+        self._forget()
 
     def zero_grad(self, set_to_none=True):
         """Also drops what no_sync() has held back, which an optimizer's zero_grad() cannot see."""
         super().zero_grad(set_to_none)
         self._used.clear()
+        self._forget()
+
+    def _forget(self):
+        """Drop gradients that have not been reduced."""
         for bucket in self._all_buckets:
             bucket.filled.clear()
 
@@ -666,26 +693,32 @@ class Zero(Reducer):
         gradients = [shard.grad for shard in self.parameters() if shard.grad is not None]
         return clip_gradients_(gradients, max_norm, self.process_group)
 
+    def _entries(self):
+        """(name, parameter or None, value) of all in the module's state_dict(), told by identity:
+        a hook may have renamed them."""
+        of = {t: p for bucket in self._all_buckets for p, shard in bucket.shards.items()
+              for t in (p, shard)}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            yield name, of.get(value) if isinstance(value, torch.Tensor) else None, value
+
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
         """This rank's shards and the buffers under the module's own names, copied unless keep_vars.
         Arguments as in torch.nn.Module. Not a collective."""
-        shard_of = {p: shard for b in self._all_buckets for p, shard in b.shards.items()}
         destination = {} if destination is None else destination
-        for name, t in self.module.state_dict(keep_vars=True).items():
-            if isinstance(t, torch.Tensor):
-                t = shard_of.get(t, t)
-                # Copied, since torch.save would write all of the buffer that a view is of.
-                t = t if keep_vars else t.detach().clone()
-            destination[prefix + name] = t
+        for name, p, value in self._entries():
+            if p is not None:
+                value = self._bucket_of[p].shards[p]
+            # Copied, since torch.save would write all of the buffer that a view is of.
+            destination[prefix + name] = value if keep_vars else copied(value)
         return destination
 
     @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Copy in what `state_dict()` gave at this world size. Raises RuntimeError on a misfit."""
         ours = self.state_dict(keep_vars=True)
-        self._check_fit({name: t.shape for name, t in ours.items()}, state_dict)
+        self._check_fit(ours, state_dict)
         for name, t in ours.items():
-            t.copy_(state_dict[name])
+            self._load(name, t, state_dict[name])
 
     @torch.no_grad()
     def full_parameters(self):
@@ -708,9 +741,8 @@ class Zero(Reducer):
         """
         self._refresh()
         whole = dict(self.full_parameters())
-        first_name = {name: self._name_of[p] for name, p in self._named.items()}
-        return {name: whole[first_name[name]] if name in first_name else t.detach().clone()
-                for name, t in self.module.state_dict(keep_vars=True).items()}
+        return {name: copied(value) if p is None else whole[self._name_of[p]]
+                for name, p, value in self._entries()}
 
     @torch.no_grad()
     def load_full_state_dict(self, state_dict):
@@ -719,29 +751,34 @@ class Zero(Reducer):
         Every rank passes the same state_dict. Raises RuntimeError naming what is missing, left over
         or of another shape, before anything is written.
         """
-        ours = self.module.state_dict(keep_vars=True)
-        shapes = {name: (self._named[name] if name in self._named else t).shape
-                  for name, t in ours.items()}
-        self._check_fit(shapes, state_dict)
-        for name, t in ours.items():
-            if name not in self._named:
-                t.copy_(state_dict[name])
+        entries = list(self._entries())
+        self._check_fit({name: value if p is None else p for name, p, value in entries}, state_dict)
+        for name, p, value in entries:
+            if p is None:
+                self._load(name, value, state_dict[name])
                 continue
-            p = self._named[name]
             bucket = self._bucket_of[p]
-            packed = torch.empty_like(p, device="meta")
-            packed = torch.empty_strided(p.shape, packed.stride(), dtype=bucket.dtype,
-                                         device=bucket.device).copy_(state_dict[name])
+            packed = torch.empty_strided(*dense(p), dtype=bucket.dtype, device=bucket.device)
+            packed.copy_(state_dict[name])
             first, end = bucket.part(p)
             bucket.shards[p].view(-1).copy_(packed.as_strided((p.numel(),), (1,))[first:end])
         self._refresh()
 
-    def _check_fit(self, shapes, state_dict):
-        """Raise RuntimeError where state_dict has other names or shapes than expected."""
-        missing, left_over = shapes.keys() - state_dict.keys(), state_dict.keys() - shapes.keys()
-        other = {f"{name} ({tuple(state_dict[name].shape)}, not {tuple(shape)})"
-                 for name, shape in shapes.items()
-                 if name in state_dict and state_dict[name].shape != shape}
+    def _load(self, name, t, value):
+        """Write value to t, which is a shard, a buffer or what get_extra_state() has returned."""
+        parent, _, last = name.rpartition(".")
+        if last == "_extra_state":
+            self.module.get_submodule(parent).set_extra_state(value)
+        else:
+            t.copy_(value)
+
+    def _check_fit(self, ours, state_dict):
+        """Raise RuntimeError where state_dict has other names or shapes than ours."""
+        missing, left_over = ours.keys() - state_dict.keys(), state_dict.keys() - ours.keys()
+        shapes = {name: [tuple(getattr(t, "shape", ())) for t in (state_dict[name], ours[name])]
+                  for name in ours.keys() & state_dict.keys()}
+        other = {f"{name} ({found}, not {expected})"
+                 for name, (found, expected) in shapes.items() if found != expected}
         for what, names in (("missing", missing), ("left over", left_over), ("shapes", other)):
             if names:
                 raise RuntimeError(f"{self._get_name()}: nothing was loaded; {what}: "
@@ -835,6 +872,11 @@ class Zero2(Zero1):
         self._spare.give(bucket.flat)
         bucket.flat = None
 
+    def _forget(self):
+        super()._forget()
+        for bucket in self._all_buckets:
+            bucket.flat = None
+
 
 # -------------------------------------------------------------------------------------------------
 # stage 3
@@ -904,10 +946,11 @@ class Zero3(Zero2):
         self._next = max(self._next, end)
 
     def _use(self, unit):
-        end = self._end_at.get(unit, 0)
+        end = self._end_at.get(unit, 0)  # 0: not on the course
         self._go_to(end)
         self._gather(unit)
-        if 0 < end == self._next < len(self._course):  # the first use: prefetch the next one
+        is_newest = end == self._next
+        if is_newest and 0 < end < len(self._course):  # prefetch the next one
             ahead = self._course[self._next].slot
             if ahead is not unit.slot and not (ahead.holder and ahead.holder.n_calls):
                 self._go_to(self._next + 1)
@@ -937,11 +980,11 @@ class Zero3(Zero2):
 
     def _before_forward(self, unit, module, inputs, kwargs):
         changed = super()._before_forward(unit, module, inputs, kwargs)
-        if not self._saves_weights():
+        if not self._catches_saved_weights():
             self._push_saved_tensors_hooks()
         return changed
 
-    def _saves_weights(self):
+    def _catches_saved_weights(self):
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return not torch.is_grad_enabled() or (top is not None and top[0] in self._pack_hooks)
 
@@ -1017,8 +1060,35 @@ class Zero3(Zero2):
         while course and not any(p.requires_grad for p in course[-1].parameters()):
             course.pop()  # the backward may not come so far down
         self._set_course(course)
+        self._compare_use()
         self._ready(self._root)  # its parameters may be used in what is recomputed
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward_pass)
+
+    def _compare_use(self):
+        """Start to ask which parameters get a gradient in this backward on some ranks only."""
+        self._used_unlike, used = None, torch.tensor(
+            [will_get_gradient(p) for p in self._names], dtype=torch.int32, device=self._device)
+        self._use_of_ranks = torch.stack((used, 1 - used))
+        self._comparison = self.world_size > 1 and dist.all_reduce(
+            self._use_of_ranks, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
+
+    def _is_ready(self, bucket):
+        """Gathers and reductions have to begin in one order on all ranks, or these wait for each
+        other: a bucket that some rank could reduce without having used a unit waits for the end."""
+        self._begin_backward_pass()
+        if not super()._is_ready(bucket):
+            return False
+        if self._used_unlike is None:
+            with self._exposed():
+                if self._comparison:
+                    self._comparison.wait()
+            both = self._use_of_ranks.sum(dim=0).tolist()
+            self._used_unlike = {p for p, n in zip(self._names, both) if n > 1}
+        return self._used_unlike.isdisjoint(bucket.trained)
+
+    def _end_backward(self):
+        self._go_to(len(self._course))  # the order of all ranks: gathers, then what is left
+        super()._end_backward()
 
     def _end_backward_pass(self):
         self._go_to(len(self._course))
