@@ -847,20 +847,22 @@ class Expert(torch.nn.Module):
 
 
 class Experts(torch.nn.Module):
-    """Six units, of which a rank uses the first ones, and of each the experts whose turn it is."""
+    """Six units, of which a rank uses some, of each the experts whose turn it is, and a shift."""
 
-    def __init__(self, depths, turns, frozen=()):
+    def __init__(self, used, turns, frozen=()):
         super().__init__()
-        self.first, self.depths, self.turns = torch.nn.Linear(5, 5), depths, turns
+        self.first, self.used, self.turns = torch.nn.Linear(5, 5), used, turns
         self.layers = torch.nn.ModuleList(Expert() for _ in range(6))
+        self.shift = torch.nn.Parameter(torch.ones(5))
         for i in frozen:
             self.layers[i].requires_grad_(False)
 
     def forward(self, x, flag):
         x = self.first(x)
-        for layer, turn in zip(self.layers[:self.depths[flag]], self.turns):
+        for layer, turn in list(zip(self.layers, self.turns))[self.used[flag]]:
             x = layer(x, turn[flag])
-        return x.square().mean()
+        # With the shift the backward begins with a gradient, without it with a saved tensor.
+        return (x + self.shift if flag else x).sum()
 
 
 class Scalar(torch.nn.Module):
@@ -888,9 +890,10 @@ UNITS = dict(blocks=Blocks, tied_units=lambda: Blocks(tied=True), nested=Nested,
              recomputed_singly=lambda: Blocks(at_once=1, tied=True),
              skipping=lambda: Blocks(((0, 1, 2, 3), (0, 3)), frozen=(1,)),
              functional=Functional, early_exit=lambda: Blocks(((0, 1, 2, 3), (0,))),
-             exits=lambda: Experts((6, 1), 6 * [((0, 1), (0, 1))], frozen=(3,)),
-             experts=lambda: Experts((6, 6), 6 * [((0, 1), (0,))]),
-             one_expert=lambda: Experts((6, 6), [*5 * [((0, 1), (0, 1))], ((0,), (0, 1))]),
+             exits=lambda: Experts((slice(6), slice(1)), 6 * [((0, 1), (0, 1))], frozen=(3,)),
+             late=lambda: Experts((slice(4, 6), slice(5, 6)), 6 * [((0, 1), (0, 1))]),
+             experts=lambda: Experts(2 * (slice(6),), 6 * [((0, 1), (0,))]),
+             one_expert=lambda: Experts(2 * (slice(6),), [*5 * [((0, 1), (0, 1))], ((0,), (0, 1))]),
              no_block_at_all=lambda: Blocks(((0, 1, 2, 3), ())),
              out_of_order=lambda: Blocks(((3, 1, 0, 2, 2), (3, 1, 0, 2, 2))),
              again=lambda: Blocks(((0, 1, 0, 1, 2, 3), (0, 1, 0, 1, 2, 3))),
@@ -2026,6 +2029,17 @@ def zero_keeps_what_it_sends(stage):
     return f"{stage.__name__}, each rank 0.1 s ahead", 0.0
 
 
+class Half(torch.nn.Module):
+    """Gives fp32 to a part of its own, which is no entry of a unit: nobody casts that."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(5, 5)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.head(x.float()), x, use_reentrant=False)
+
+
 @check(grid(W=(1, 2), stage=STAGES))
 def zero_recomputes(stage):
     """Under activation checkpointing blocks run twice, are gathered as often as without it, and
@@ -2045,6 +2059,8 @@ def zero_recomputes(stage):
         n_gathers.append(gathers.call_count)
         assert len(calls) == 1 + on, calls
     assert len(set(n_gathers)) == 1, n_gathers
+    call = stage(Half(), param_dtype=torch.bfloat16)
+    raises(RuntimeError, "same dtype", call, torch.ones(2, 5))
     assert 0 < kept[True] < 0.3 * kept[False], kept
     return f"{stage.__name__}, bytes kept for the backward: {kept[True] / kept[False]:.2f}", 0.0
 
@@ -2142,12 +2158,11 @@ def memory_by_phase(stage, n_units=8, width=64, **options):
         call.zero_grad()
     with torch.no_grad():
         call(x)
-    phases["evaluation"] = live_bytes() - before
+    found = {**phases, "evaluation": live_bytes() - before}
     with call.no_sync():
         call(x).backward()
     call.zero_grad()
-    phases["given up"] = live_bytes() - before
-    return phases
+    return {**found, "given up": live_bytes() - before}
 
 
 @check(grid(W=(2, 4), stage=STAGES))

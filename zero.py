@@ -56,7 +56,7 @@ def will_get_gradient(p):
     """Whether the backward under way has a gradient for p; asked within a hook of it."""
     if not p.requires_grad:
         return False
-    with contextlib.suppress(RuntimeError):  # from autograd.grad() for p itself, which leaves p.grad
+    with contextlib.suppress(RuntimeError):  # autograd.grad() for p itself, which leaves p.grad
         return torch._C._will_engine_execute_node(get_gradient_edge(p).node)
     return False
 
@@ -260,7 +260,7 @@ class Unit:
             shards = {p: shard for bucket in self.buckets for p, shard in bucket.shards.items()}
             for module, attribute, p in self.places:
                 there, new = (shards[p], p) if whole else (p, shards[p])
-                if module._parameters.get(attribute) is there:  # not what functional_call() has put
+                if getattr(module, attribute, None) is there:  # not what functional_call() has put
                     module._parameters[attribute] = new
 
 
