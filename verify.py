@@ -2506,7 +2506,7 @@ def zero_names_a_missing_rank(stage, missing):
             raises(RuntimeError, "the parameters of .* were not gathered.*fewer forwards", out_of,
                    call)
     else:
-        raises(RuntimeError, "bucket 1 of .*was not averaged|layers.. were not gathered|Timed out",
+        raises(RuntimeError, "bucket 1 of .*was not averaged|not all ranks have begun this backw",
                loss.backward)
     assert time.monotonic() - start_s < 8
     return f"{stage.__name__}, no {missing} on one rank; timeout 3 s", 0.0

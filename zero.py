@@ -628,6 +628,9 @@ class Zero(Reducer):
 
     def _launch(self, bucket):
         """Start to send each rank its shard of a bucket; one at a time bounds what is in flight.
+
+        Waits for all ranks to have launched the one before, which they must be able to do without
+        what this rank starts later: `Zero3._is_ready` sees to it.
         """
         if bucket.index() > 0:
             self._finish(self._buckets[bucket.index() - 1])
@@ -818,7 +821,8 @@ class Zero1(Zero):
         Not between a backward under no_sync() and the next one, where no step belongs. Otherwise
         always: an optimizer that writes to p.data leaves no trace by which to know.
         """
-        if not self._used or any(unit.is_stale() for unit in self._units):
+        held_back = bool(self._used)  # gradients, by no_sync()
+        if not held_back or any(unit.is_stale() for unit in self._units):
             self._gather_all()
         if not whole_model:
             self._end_pass()
@@ -1066,11 +1070,12 @@ class Zero3(Zero2):
 
     def _compare_use(self):
         """Start to ask which parameters get a gradient in this backward on some ranks only."""
-        self._used_unlike, used = None, torch.tensor(
-            [will_get_gradient(p) for p in self._names], dtype=torch.int32, device=self._device)
-        self._use_of_ranks = torch.stack((used, 1 - used))
-        self._comparison = self.world_size > 1 and dist.all_reduce(
-            self._use_of_ranks, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
+        used = torch.tensor([will_get_gradient(p) for p in self._names], dtype=torch.int32,
+                            device=self._device)
+        either = torch.stack((used, 1 - used))
+        work = self.world_size > 1 and dist.all_reduce(
+            either, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
+        self._use_of_ranks, self._unlike = (work, either), None
 
     def _is_ready(self, bucket):
         """Gathers and reductions have to begin in one order on all ranks, or these wait for each
@@ -1078,13 +1083,18 @@ class Zero3(Zero2):
         self._begin_backward_pass()
         if not super()._is_ready(bucket):
             return False
-        if self._used_unlike is None:
-            with self._exposed():
-                if self._comparison:
-                    self._comparison.wait()
-            both = self._use_of_ranks.sum(dim=0).tolist()
-            self._used_unlike = {p for p, n in zip(self._names, both) if n > 1}
-        return self._used_unlike.isdisjoint(bucket.trained)
+        if self._unlike is None:
+            work, either = self._use_of_ranks
+            try:
+                with self._exposed():
+                    if work:
+                        work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"{self._get_name()}: not all ranks have begun this backward. "
+                                   f"If it timed out: a rank has died or makes fewer. {error}"
+                                   ) from error
+            self._unlike = {p for p, n in zip(self._names, either.sum(dim=0).tolist()) if n > 1}
+        return self._unlike.isdisjoint(bucket.trained)
 
     def _end_backward(self):
         self._go_to(len(self._course))  # the order of all ranks: gathers, then what is left
