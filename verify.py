@@ -1740,8 +1740,9 @@ def zero1_is_zero_redundancy_optimizer():
 
     for name in names:
         theirs = zoo_module(name)
-        some_unused = name == "branches" or isinstance(theirs, (Blocks, Nested, Functional, Experts))
-        reference = DistributedDataParallel(theirs, find_unused_parameters=some_unused)
+        leave_out = Blocks, Nested, Functional, Experts
+        reference = DistributedDataParallel(theirs, find_unused_parameters=name == "branches" or
+                                            isinstance(theirs, leave_out))
         same_as_zero(zero_steps(sharded(Zero1, name), 2),
                      zoo_steps(theirs, reference, 2, make=redundancy), name)
     return f"{len(names)} modules, 2 micro-steps, 3 steps", 0.0
@@ -2787,7 +2788,7 @@ def promised_output(mode, W, folder):
 
 @check([dict(W=1)], limit_s=120)
 def command_line_ends_on_same_bits():
-    """Runs in different modes end on one param_sha256; output is as promised; torchrun's default is ddp."""
+    """Modes end on one param_sha256; output is as promised; torchrun's default is ddp."""
     runs = ((1, "single"), (1, "naive"), (1, "zero2"), (2, "ddp"), (2, "zero1"), (2, "zero3"),
             (2, "torch-fsdp"))
     with tempfile.TemporaryDirectory() as folder:
