@@ -24,7 +24,8 @@ whatever way the model calls its units. Contributions to a gradient are added in
 order, micro-step by micro-step: the bits of one process that accumulates the same micro batches.
 
 Cost beside the table: three buckets during the backward (Zero1: one); in Zero3 the root and two
-units, whole, during forward and backward; in Zero2 and Zero3 whole gradients under no_sync().
+units, whole, during forward and backward; in Zero2 and Zero3 whole gradients under no_sync(), in
+Zero3 also in a backward in which some ranks leave out what others use.
 """
 
 import collections
@@ -53,7 +54,7 @@ def in_backward():
 
 
 def will_get_gradient(p):
-    """Whether the backward under way has a gradient for p; asked within a hook of it."""
+    """Whether the backward under way, from which this is called, has a gradient for p."""
     if not p.requires_grad:
         return False
     with contextlib.suppress(RuntimeError):  # autograd.grad() for p itself, which leaves p.grad
@@ -547,7 +548,7 @@ class Zero(Reducer):
     def _before_forward(self, unit, module, inputs, kwargs):
         """Hook of a unit's module and of its submodules: its parameters have to be whole."""
         within = unit.n_calls > 0 and module is not unit.module  # a part of a forward under way
-        if within and self._catches_saved_weights():
+        if within and self._saved_weights_are_safe():
             return None
         self._stack.append((unit, module))
         unit.n_calls += 1
@@ -572,9 +573,8 @@ class Zero(Reducer):
         if not self._stack and not in_backward():
             self._end_pass()
 
-    def _catches_saved_weights(self):
-        """Whether a weight that autograd saves now will be whole in the backward: here it stays so.
-        """
+    def _saved_weights_are_safe(self):
+        """Whether a weight that autograd saves now will be whole when the backward asks for it."""
         return True
 
     def _ready(self, unit):
@@ -984,11 +984,11 @@ class Zero3(Zero2):
 
     def _before_forward(self, unit, module, inputs, kwargs):
         changed = super()._before_forward(unit, module, inputs, kwargs)
-        if not self._catches_saved_weights():
+        if not self._saved_weights_are_safe():
             self._push_saved_tensors_hooks()
         return changed
 
-    def _catches_saved_weights(self):
+    def _saved_weights_are_safe(self):
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return not torch.is_grad_enabled() or (top is not None and top[0] in self._pack_hooks)
 
@@ -1070,11 +1070,14 @@ class Zero3(Zero2):
 
     def _compare_use(self):
         """Start to ask which parameters get a gradient in this backward on some ranks only."""
+        self._unlike = set()  # these; None while it is not known
+        if self.world_size == 1:
+            return
         used = torch.tensor([will_get_gradient(p) for p in self._names], dtype=torch.int32,
                             device=self._device)
-        either = torch.stack((used, 1 - used))
-        work = self.world_size > 1 and dist.all_reduce(
-            either, op=dist.ReduceOp.MAX, group=self.process_group, async_op=True)
+        either = torch.stack((used, 1 - used))  # used, left out; by one rank and another: unlike
+        work = dist.all_reduce(either, op=dist.ReduceOp.MAX, group=self.process_group,
+                               async_op=True)
         self._use_of_ranks, self._unlike = (work, either), None
 
     def _is_ready(self, bucket):
@@ -1087,8 +1090,7 @@ class Zero3(Zero2):
             work, either = self._use_of_ranks
             try:
                 with self._exposed():
-                    if work:
-                        work.wait()
+                    work.wait()
             except RuntimeError as error:
                 raise RuntimeError(f"{self._get_name()}: not all ranks have begun this backward. "
                                    f"If it timed out: a rank has died or makes fewer. {error}"
