@@ -29,6 +29,8 @@ import datetime
 import gc
 import hashlib
 import inspect
+import io
+import itertools
 import json
 import math
 import os
@@ -39,15 +41,22 @@ import signal
 import statistics
 import sys
 import sysconfig
-import threading
 import time
+import traceback
 import typing
-from dataclasses import dataclass, fields
+import warnings
+import zipfile
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 import tiktoken
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
+                                                   TensorProperties)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -66,10 +75,17 @@ class Config:
     mode: str | None = None  # see MODES; single in one process, else ddp
     max_steps: int = 800  # optimizer steps
     seed: int = 1337  # of the weights, the order of samples and the sample text
-    out_dir: str = "out"  # for metrics.jsonl and the cache of tokens
+    out_dir: str = "out"  # for checkpoints, metrics.jsonl and the cache of tokens
     threads: int = 1  # CPU threads per rank; bits hold per thread count
     deterministic: bool = False  # deterministic kernels only, an error where there is none
     timeout_s: float = 120.0  # bound on any collective, in seconds
+    check_interval: int = 100  # steps between comparisons of parameters over ranks, 0 for none
+    max_skipped_steps: int = 20  # stop after so many steps in a row that were not finite
+    # checkpoints
+    save_interval: int = 100  # steps between checkpoints; the last step has one too; 0 for none
+    keep_last: int = 2  # checkpoints kept beside the best one
+    resume: str | None = None  # auto: from the newest checkpoint in out_dir; or a checkpoint's path
+    export: str | None = None  # file for the whole model at the end, in nanoGPT's form
     # data
     dataset: str = "stdlib"  # Python's own library, a text file, or a folder of train.bin, val.bin
     tokenizer: str = "bytes"  # bytes, or a tiktoken name such as gpt2 or o200k_base
@@ -112,13 +128,19 @@ ZERO = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "torch-fsdp": 3}  # of ZeRO; others shard nothing
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2",
-               "grad_clip", "eval_steps", "sample_tokens"}
+               "grad_clip", "eval_steps", "sample_tokens", "save_interval", "check_interval"}
 AT_LEAST = {"bucket_cap_mb": 1e-6}  # every other number: 1
 BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "threads": 1025, "timeout_s": 1e6}  # others: inf
 
 
 class UserError(Exception):
     """A mistake of the user's: one line on stderr, exit status 2, no traceback."""
+    status = 2
+
+
+class RunError(UserError):
+    """A run that had better stop, on all ranks alike: one line, exit status 1."""
+    status = 1
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -165,18 +187,18 @@ def check(config):
         raise UserError(f"--compile needs the C++ compiler {compiler}: install it, or set CXX")
 
 
-def refuse(message):
-    """Print message, return exit status 2. All ranks come here; rank 0 speaks first."""
+def refuse(message, status=2):
+    """Print message, return the exit status. All ranks come here; rank 0 speaks first."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if rank > 0:
         # torchrun answers rank 0's exit by SIGTERM to the rest, who then end alike, in silence. A
         # rank that is alone in its trouble (a file missing on its host) outlives the wait.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(5)
     print(f"train.py: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     if rank == 0 and world_size > 1:
         time.sleep(1)  # for the rest to come as far as their handler
-    return 2
+    return status
 
 
 # -------------------------------------------------------------------------------------------------
@@ -366,6 +388,7 @@ class Worker:
     rank: int
     world_size: int
     device: torch.device
+    doing: str = "starting"  # for the line that tells where a run has failed
 
     def to_device(self, *tensors):
         """Tensors on the device; on CUDA from pinned memory, without waiting for the copy."""
@@ -383,6 +406,25 @@ class Worker:
         if self.world_size > 1:
             dist.all_reduce(tensor, op=op)
         return tensor
+
+    def gather(self, value):
+        """[rank 0's value, rank 1's, ...]; any that can be pickled."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def together(self, function, *arguments):
+        """function(*arguments) of this rank. Raises UserError on all ranks if it fails on one."""
+        result = problem = None
+        try:
+            result = function(*arguments)
+        except (UserError, OSError) as error:
+            problem = str(error)
+        for rank, found in enumerate(self.gather(problem)):
+            if found is not None:
+                raise UserError(found if rank == 0 else f"rank {rank}: {found}")
+        return result
 
     def peak_mem_bytes(self):
         """The most this process has held: by CUDA's allocator, or as resident set on CPU."""
@@ -569,29 +611,444 @@ def finish_gradients(model, config, worker):
     return time.perf_counter() - start_s
 
 
-def train_step(model, optimizer, scaler, batches, step, config, worker):
-    """One optimizer step -> (losses, see `forward_backward`; gradient norm; the seconds that this
-    thread waited for communication, None in the torch modes, where that cannot be seen)."""
-    # set the learning rate of this step
-    for group in optimizer.param_groups:
-        group["lr"] = lr_at(step, config)
+@dataclass
+class Gradients:
+    """What all ranks know of a step before its update."""
+    losses: list  # of all micro batches of all ranks, in the order of the data
+    grad_norm: float  # before clipping
+    exposed_s: float | None  # waited for communication; None in the torch modes, which do not tell
+    stop: bool  # some rank was asked to stop
 
+    def finite(self):
+        return math.isfinite(self.grad_norm) and all(map(math.isfinite, self.losses))
+
+
+def find_gradients(model, optimizer, scaler, batches, step, config, worker, stop=False):
+    """The first half of a step: `.grad` of all parameters, averaged and clipped -> Gradients."""
     # forward and backward, micro-step by micro-step; then gradients are means over ranks
+    worker.doing = f"step {step + 1}, forward, backward and the exchange of gradients"
     optimizer.zero_grad(set_to_none=True)
     before_s = getattr(model, "exposed_s", 0.0)
     losses = forward_backward(model, scaler, batches, step, config, worker)
     exposed_s = finish_gradients(model, config, worker)
     exposed_s += getattr(model, "exposed_s", 0.0) - before_s
 
+    # reduce the losses, and with them the wish to stop: all ranks see it at the same step
+    worker.doing = f"step {step + 1}, the sum of losses over ranks"
+    *losses, stop = worker.reduce(torch.cat((losses, losses.new_tensor([stop])))).tolist()
+
     # clip, on all ranks by the same factor
+    worker.doing = f"step {step + 1}, the norm of all gradients"
     scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, shard_group(config))
+    return Gradients(losses, grad_norm.item(),
+                     None if config.mode.startswith("torch-") else exposed_s, stop > 0)
 
-    # update the weights; in fp16 all ranks agreed, in unscale_, whether to skip this
-    scaler.step(optimizer)
+
+def update(optimizer, scaler, step, config, found):
+    """The second half of a step. What is not finite is skipped, by all ranks, which know the same.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr_at(step, config)
+    if found.finite():
+        scaler.step(optimizer)
     scaler.update()
-    return losses, grad_norm, None if config.mode.startswith("torch-") else exposed_s
+
+
+# -------------------------------------------------------------------------------------------------
+# checkpoints
+
+RECORD = "checkpoint.json"  # beside what torch.distributed.checkpoint writes
+
+
+class Slice(torch.Tensor):
+    """Elements [first, first + n) of a flat tensor, of which this rank has no more, as
+    torch.distributed.checkpoint asks for them: any rank may save some slices and read others.
+
+    It calls the three dunder methods, which DTensor has too; DTensor itself cannot tell of slices
+    that begin in the middle of a row, as ZeRO's do.
+    """
+
+    @staticmethod
+    def __new__(cls, part, first, size):
+        return torch.Tensor._make_wrapper_subclass(cls, (size,), dtype=part.dtype)
+
+    def __init__(self, part, first, size):
+        self.part, self.first = part.detach().view(-1), first  # (n,), shares part's memory
+
+    def __create_chunk_list__(self):
+        n = self.part.numel()
+        return [ChunkStorageMetadata(torch.Size([self.first]), torch.Size([n]))] if n else []
+
+    def __create_write_items__(self, key, _):
+        properties = TensorProperties.create_from_tensor(self.part)
+        return [WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD,
+                          tensor_data=TensorWriteData(chunk, properties, self.size()))
+                for chunk in self.__create_chunk_list__()]
+
+    def __get_tensor_shard__(self, index):
+        return self.part
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise TypeError(f"{function}: a Slice has no values but those of its part")
+
+
+@dataclass
+class Progress:
+    """What the loop knows at the end of a step beside tensors."""
+    step: int = 0  # steps done
+    best_val_loss: float = math.inf
+    best_step: int | None = None  # after which it was found
+    skipped_steps: int = 0  # that were not finite, in all
+    skipped_in_a_row: int = 0  # the last ones of them
+    entry: dict = field(default_factory=dict)  # what metrics.jsonl has of this step
+
+    def count(self, step, found):
+        self.step = step
+        self.skipped_in_a_row = 0 if found.finite() else self.skipped_in_a_row + 1
+        self.skipped_steps += not found.finite()
+
+    def note(self, val_loss):
+        if val_loss < self.best_val_loss:
+            self.best_val_loss, self.best_step = val_loss, self.step
+
+
+def sha256(record):
+    """Of what is in a record beside its own hash."""
+    rest = {key: value for key, value in record.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def sync_to_disk(path):
+    """fsync of a file or a folder; of a folder, so that a name in it outlives a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def replace_file(path, write):
+    """Call write(file) on a new file that then takes the place of path: whole or not at all."""
+    unfinished = pathlib.Path(f"{path}.unfinished")
+    with open(unfinished, "wb") as file:
+        write(file)
+    sync_to_disk(unfinished)
+    os.replace(unfinished, path)
+
+
+def read_record(folder):
+    """The checked checkpoint.json of a checkpoint. Raises UserError naming the damaged file."""
+    try:
+        record = json.loads((folder / RECORD).read_bytes())
+        if record["sha256"] != sha256(record):
+            raise ValueError
+    except FileNotFoundError:
+        raise UserError(f"{folder / RECORD} is missing: this is no complete checkpoint") from None
+    except (ValueError, TypeError, LookupError):
+        raise UserError(f"{folder / RECORD} is damaged") from None
+    # Before anybody unpickles it.
+    if hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest() != record["metadata"]:
+        raise UserError(f"{folder / '.metadata'} is damaged")
+    return record
+
+
+def check_slices(folder, slices):
+    """Read slices, [(MetadataIndex, its place)]. Raises UserError naming a damaged one.
+
+    Each is a file of torch.save, that is, a zip archive, which has a CRC-32 of all in it.
+    """
+    for index, place in slices:
+        path = folder / place.relative_path
+        try:
+            with open(path, "rb") as file:
+                file.seek(place.offset)
+                content = io.BytesIO(file.read(place.length))
+            damaged = zipfile.ZipFile(content).testzip()
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # whatever damage can make of an archive
+            damaged = type(error).__name__
+        if damaged:
+            raise UserError(f"{path} is truncated or damaged: see {index.fqn} ({damaged})")
+
+
+class Checkpoints:
+    """The checkpoints of a run: folders out_dir/step_00000100, each complete or not there at all.
+
+        __0_0.distcp ...   slices of parameters and of optimizer state, by name, a file per rank
+        .metadata          where each slice is: torch.distributed.checkpoint's pickle
+        checkpoint.json    Progress, options, shapes, and hashes of itself and of .metadata
+
+    No rank holds more than it trains with, and any mode and world size reads what another wrote.
+    All methods are collectives.
+    """
+
+    def __init__(self, config, worker, log, model, optimizer, scaler, facts):
+        self.config, self.worker, self.log = config, worker, log
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.facts = facts  # what has to be the same for a run to go on: see `prepare`
+        self.out_dir = pathlib.Path(config.out_dir)
+
+    # ---- what is in a checkpoint
+
+    def tensors(self):
+        """{key: what this rank has of it}; whole tensors are written by one of the ranks."""
+        held, firsts = {}, first_elements(self.model)
+        for name, p in named_local(self.model):
+            size = math.prod(self.facts["shapes"][name])
+            held[f"model.{name}"] = Slice(local(p), firsts[name], size)
+            for kind, value in self.optimizer.state[p].items():
+                held[f"optimizer.{kind}.{name}"] = (
+                    value if kind == "step" else Slice(local(value), firsts[name], size))
+        held[f"random.cpu.{self.worker.rank}"] = torch.get_rng_state()
+        if self.worker.device.type == "cuda":
+            held[f"random.cuda.{self.worker.rank}"] = torch.cuda.get_rng_state()
+        return held
+
+    def record(self, progress):
+        epoch, step = divmod(progress.step, self.facts["steps_per_epoch"])
+        own = dict(finite(vars(progress)), entry=finite(progress.entry))
+        return dict(own, epoch=epoch, sample=step * self.config.global_batch_size,
+                    scaler=self.scaler.state_dict(), world_size=self.worker.world_size,
+                    torch=torch.__version__, config=vars(self.config), facts=self.facts)
+
+    # ---- save
+
+    def save(self, progress):
+        """Write a checkpoint; return whether it could be written. If not, the run goes on with what
+        there is."""
+        self.worker.doing = f"step {progress.step}, its checkpoint"
+        folder = self.out_dir / f"step_{progress.step:08d}"
+        unfinished = self.out_dir / f".{folder.name}.unfinished"
+        failure = None
+        try:
+            quietly(dcp.save, self.tensors(), storage_writer=FileSystemWriter(unfinished))
+        except dcp.CheckpointException as error:
+            failure = reason(error)
+        if self.worker.rank == 0:
+            try:
+                if failure is None:
+                    self._publish(unfinished, folder, progress)
+            except OSError as error:
+                failure = str(error)
+            shutil.rmtree(unfinished, ignore_errors=True)
+        failure = self.worker.gather(failure)[0]
+        if failure is not None:
+            self.log.warn(f"step {progress.step}: no checkpoint was written, earlier ones are as "
+                          f"they were: {failure}")
+        return failure is None
+
+    def _publish(self, unfinished, folder, progress):
+        """Rank 0: everything is on disk; give it its name, which makes it count."""
+        record = self.record(progress)
+        record["metadata"] = hashlib.sha256((unfinished / ".metadata").read_bytes()).hexdigest()
+        text = json.dumps(dict(record, sha256=sha256(record)), indent=1)
+        replace_file(unfinished / RECORD, lambda file: file.write(text.encode()))
+        sync_to_disk(unfinished)
+        os.rename(unfinished, folder)
+        sync_to_disk(self.out_dir)
+        if progress.best_step == progress.step:
+            os.symlink(folder.name, self.out_dir / ".best")
+            os.replace(self.out_dir / ".best", self.out_dir / "best")
+        best = (self.out_dir / "best").resolve().name
+        for old in self._newest_first()[self.config.keep_last:]:
+            if old.name != best:
+                hidden = old.rename(self.out_dir / f".{old.name}.removed")
+                shutil.rmtree(hidden, ignore_errors=True)
+
+    def _newest_first(self):
+        folders = [path for path in self.out_dir.glob("step_*")
+                   if re.fullmatch(r"step_\d{8,}", path.name)]
+        return sorted(folders, key=lambda path: -int(path.name[5:]))
+
+    # ---- resume
+
+    def resume(self):
+        """Load the checkpoint that --resume, or a restart by torchrun, asks for -> Progress.
+
+        Raises UserError where it cannot be used; under auto, where there are some and none can.
+        """
+        self.worker.doing = "loading a checkpoint"
+        wanted, progress, kept, problems = self.config.resume, Progress(), 0, []
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # after a rank's death
+        folders = self._newest_first() if wanted == "auto" or restarted else []
+        folders += [] if wanted in (None, "auto") else [pathlib.Path(wanted)]
+        for folder in self.worker.gather(folders)[0]:  # rank 0's view: disks of others may be late
+            try:
+                progress = self._load(folder)
+            except UserError as problem:
+                problems.append(str(problem))
+                continue
+            kept = progress.step if folder.resolve().parent == self.out_dir.resolve() else 0
+            break
+        if problems and not progress.step:
+            raise UserError(problems[0] if len(problems) == 1 else f"none of {len(problems)} "
+                            f"checkpoints can be used; the newest: {problems[0]}")
+        for problem in problems:
+            self.log.warn(f"{problem}; falling back to the checkpoint before")
+        if progress.step > self.config.max_steps:
+            raise UserError(f"--max_steps {self.config.max_steps} is less than the "
+                            f"{progress.step} steps of the checkpoint {folder}")
+        if progress.step:
+            self.log.say(f"resumed from {folder}, after step {progress.step}")
+        elif wanted or restarted:
+            self.log.say(f"no checkpoint in {self.out_dir}: starting with step 1")
+        self.worker.together(self._set_aside, kept)
+        return progress
+
+    def _load(self, folder):
+        """Read a checkpoint that is whole and fits -> Progress. Raises UserError on all ranks."""
+        record, metadata = self.worker.together(self._check, folder)
+        parameters = dict(named_local(self.model))
+        self.optimizer.state.clear()
+        for key in metadata.state_dict_metadata:
+            if key.startswith("optimizer."):
+                _, kind, name = key.split(".", 2)
+                self.optimizer.state[parameters[name]][kind] = (
+                    torch.tensor(0.0) if kind == "step" else torch.empty_like(parameters[name]))
+        held = {key: value for key, value in self.tensors().items()
+                if key in metadata.state_dict_metadata}  # there may be more ranks now
+        try:
+            quietly(dcp.load, held, storage_reader=FileSystemReader(folder))
+        except dcp.CheckpointException as error:
+            raise UserError(f"{folder} could not be loaded: {reason(error)}") from error
+        rank = self.worker.rank
+        if f"random.cpu.{rank}" in held:
+            torch.set_rng_state(held[f"random.cpu.{rank}"])
+        if f"random.cuda.{rank}" in held:
+            torch.cuda.set_rng_state(held[f"random.cuda.{rank}"])
+        if self.scaler.is_enabled() and record["scaler"]:
+            self.scaler.load_state_dict(record["scaler"])
+        known = {f.name: record[f.name] for f in fields(Progress)}
+        return Progress(**{name: value for name, value in known.items() if value is not None})
+
+    def _check(self, folder):
+        """(checkpoint.json, .metadata), this rank's share of the rest having been read for damage.
+        """
+        record = read_record(folder)
+        ours, theirs, path = self.facts["shapes"], record["facts"]["shapes"], folder / RECORD
+        for name in (*ours, *theirs):
+            if ours.get(name) != theirs.get(name):
+                raise UserError(f"{path} is of another model: {name} is "
+                                f"{theirs.get(name, 'missing')}, here {ours.get(name, 'missing')}")
+        for name, value in self.facts.items():
+            if record["facts"].get(name) != value:
+                raise UserError(f"{path} is of another run: {name} was "
+                                f"{record['facts'].get(name)}, and is {value}")
+        metadata = FileSystemReader(folder).read_metadata()
+        slices = sorted(metadata.storage_data.items(),
+                        key=lambda item: (item[1].relative_path, item[1].offset))
+        check_slices(folder, slices[self.worker.rank::self.worker.world_size])
+        return record, metadata
+
+    def _set_aside(self, step):
+        """Rank 0: move checkpoints ahead of the step that a run begins with out of the way, be they
+        damaged or another run's: a later resume would take them for the work of this one."""
+        if self.worker.rank > 0:
+            return
+        for hidden in self.out_dir.glob(".step_*"):  # a run was killed in `save`
+            shutil.rmtree(hidden)
+        ahead = [path for path in self._newest_first() if int(path.name[5:]) > step]
+        if not ahead:
+            return
+        aside = next(path for n in itertools.count(1)
+                     if not (path := self.out_dir / f"aside_{n}").exists())
+        aside.mkdir()
+        best = self.out_dir / "best"
+        if best.resolve() in [path.resolve() for path in ahead]:
+            best.rename(aside / "best")
+        if (self.out_dir / "metrics.jsonl").exists():
+            shutil.copy(self.out_dir / "metrics.jsonl", aside)
+        for path in ahead:
+            path.rename(aside / path.name)
+        self.log.say(f"{len(ahead)} earlier checkpoint{'s' * (len(ahead) > 1)} of steps after "
+                     f"{step} moved to {aside}")
+
+
+def named_local(model):
+    """(the plain model's name, what this rank has of it) of every parameter."""
+    whole = model if isinstance(model, Zero1) else getattr(model, "module", model)
+    return whole.named_parameters()
+
+
+def first_elements(model):
+    """{name: where this rank's part begins in the parameter, in elements, in order of memory}."""
+    if isinstance(model, Zero1):
+        return model.shard_starts()
+    firsts = dict.fromkeys((name for name, _ in named_local(model)), 0)
+    for name, p in named_local(model):
+        if isinstance(p, DTensor):  # FSDP2 shards rows
+            firsts[name] = p.__create_chunk_list__()[0].offsets[0] * (p.numel() // p.size(0))
+    return firsts
+
+
+def quietly(function, *arguments, **options):
+    """Call torch.distributed.checkpoint without its warning that a single process is one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        return function(*arguments, **options)
+
+
+def reason(error):
+    """One line of what torch.distributed.checkpoint has gathered from the ranks that failed."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {cause}"
+
+
+def export(model, progress, config, gpt_config, worker):
+    """Write config.export in nanoGPT's form, which `torch.load(..., weights_only=True)` reads.
+
+    A collective. Only rank 0 holds the whole model, on the CPU, and only here.
+    """
+    whole = {}
+    for (name, _), p in zip(named_local(model), full_parameters(model)):
+        if worker.rank == 0:
+            whole[name] = p.detach().to("cpu", copy=True)
+    if worker.rank == 0:
+        plain = getattr(model, "module", model)
+        first = {}
+        for name, p in plain.named_parameters(remove_duplicate=False):
+            whole[name] = whole[first.setdefault(p, name)]  # a tied one has two names
+        state = dict(model=whole, model_args=asdict(gpt_config), iter_num=progress.step,
+                     best_val_loss=progress.best_val_loss, config=vars(config))
+        replace_file(config.export, lambda file: torch.save(state, file))
+
+
+# -------------------------------------------------------------------------------------------------
+# whether ranks still agree
+
+
+def checksums(model):
+    """{name: the sum of this rank's part of a parameter, its bits read as 32-bit integers}."""
+    return {name: local(p.detach()).view(torch.int32).sum(dtype=torch.int64).item()
+            for name, p in named_local(model)}
+
+
+def compare_parameters(model, left, config, worker):
+    """Raise RunError on all ranks, naming parameter and ranks, where a bit has flipped. A
+    collective, of one number a parameter.
+
+    Ranks that have whole parameters compare them. Of a shard there is one copy only: it has to be
+    what the last update left, `left` being the checksums that it had then.
+    """
+    ours = checksums(model)
+    if config.mode in STAGE:
+        changed = [name for name in ours if left and left[name] != ours[name]]
+        for rank, names in enumerate(worker.gather(changed)):
+            if names:
+                raise RunError(f"{worker.doing}: {names[0]} has changed on rank {rank} since its "
+                               f"update: memory of that rank may be faulty")
+        return
+    views = worker.gather(ours)
+    for name in ours:
+        holders = {}  # checksum -> ranks
+        for rank, view in enumerate(views):
+            holders.setdefault(view[name], []).append(str(rank))
+        if len(holders) > 1:
+            groups = ", ".join("+".join(ranks) for ranks in holders.values())
+            raise RunError(f"{worker.doing}: {name} is no longer the same on all ranks; those that "
+                           f"agree: {groups}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -681,13 +1138,29 @@ class Log:
         self.device_name = torch.cuda.get_device_name(worker.device) if cuda else "CPU"
         # The peaks are of 16-bit matrix units: fp32 has nothing to be compared with.
         self.peak_flops = None if config.dtype == "fp32" else peak_flops(self.device_name)
-        self.step_s, self.last = [], {}
-        path = pathlib.Path(config.out_dir) / "metrics.jsonl"
-        self.metrics = open(path, "w", buffering=1) if worker.rank == 0 else None
+        self.step_s, self.last, self.metrics = [], {}, None
 
     def say(self, text):
         if self.worker.rank == 0:
             print(text, flush=True)
+
+    def warn(self, text):
+        if self.worker.rank == 0:
+            print(f"train.py: {text}", file=sys.stderr, flush=True)
+
+    def start(self, entry):
+        """Go on after a step, of which this is the entry: cut metrics.jsonl back to there."""
+        self.last = entry
+        if self.worker.rank > 0:
+            return
+        path, kept = pathlib.Path(self.config.out_dir) / "metrics.jsonl", []
+        with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError):
+            for line in path.read_text().splitlines(keepends=True):  # the last one may be torn
+                if json.loads(line)["step"] > entry.get("step", 0):
+                    break
+                kept.append(line)
+        replace_file(path, lambda file: file.write("".join(kept).encode()))
+        self.metrics = open(path, "a", buffering=1)
 
     def step(self, entry, step_s, exposed_s):
         """Print and write a step: entry, and what follows from its durations in seconds."""
@@ -700,21 +1173,26 @@ class Log:
                          mem_bytes=self.worker.peak_mem_bytes())
         self.say(self.line())
         if self.metrics:
-            self.metrics.write(json.dumps(finite(self.last)) + "\n")
+            try:
+                self.metrics.write(json.dumps(finite(self.last)) + "\n")
+            except OSError as error:  # a full disk: no reason to lose the run
+                self.warn(f"step {entry['step']} is missing in {self.metrics.name}: {error}")
 
     def line(self):
         e, total = self.last, self.config.max_steps
         left = round(statistics.fmean(self.step_s[-100:]) * (total - e["step"]))
         mfu = "-" if e["mfu"] is None else f"{100 * e['mfu']:.1f}%"
         val = f" | val loss {e['val_loss']:.4f}" if "val_loss" in e else ""
+        val += " | skipped, not finite" if "skipped" in e else ""
         return (f"step {e['step']:5d}/{total} | loss {e['loss']:.4f} | lr {e['lr']:.2e} | "
                 f"grad norm {e['grad_norm']:.3f} | param norm {e['param_norm']:.2f} | "
                 f"{e['tokens_per_sec']:,.0f} tokens/s | mfu {mfu} | "
                 f"{e['mem_bytes'] / 1e9:.2f} GB | {left // 60}m{left % 60:02d}s left{val}")
 
     def result(self, param_sha256, peak_mem_bytes):
-        """Print the RESULT line. Its times are medians over steps: the first ones warm up."""
-        step_s = statistics.median(self.step_s)
+        """Print the RESULT line. Its times are medians over steps: the first ones warm up. They are
+        null where a finished run was resumed."""
+        step_s = statistics.median(self.step_s) if self.step_s else math.nan
         result = dict(mode=self.config.mode, world_size=self.worker.world_size,
                       steps=self.last["step"], train_loss=self.last["loss"],
                       val_loss=self.last.get("val_loss"), step_ms=1e3 * step_s,
@@ -727,16 +1205,21 @@ class Log:
 # the run
 
 
-def catch_ctrl_c():
-    """An Event that the first Ctrl-C sets; the second one interrupts at once, as ever."""
-    pressed = threading.Event()
+class StopSignals:
+    """Ctrl-C and SIGTERM end a run after its step, a later Ctrl-C at once. SIGTERM is how clusters
+    announce that they take a machine back, and torchrun that another rank has died."""
 
-    def handler(*_):
-        pressed.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def __init__(self):
+        self.name, self.arrived_s = None, None  # of the first one
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.note)
 
-    signal.signal(signal.SIGINT, handler)
-    return pressed
+    def note(self, number, frame):
+        if self.name is None:
+            self.name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+            self.arrived_s = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() > self.arrived_s + 2:
+            raise KeyboardInterrupt  # not within 2 s: torchrun passes on what the terminal has sent
 
 
 def out_of_memory(error):
@@ -745,16 +1228,101 @@ def out_of_memory(error):
     return known or "can't allocate memory" in str(error)
 
 
-def train(config, worker):
-    """The whole run. Returns the step at which Ctrl-C ended it, or None. Raises UserError."""
-    # 1) plain model and data, the same on every rank
+def lost_peer(error):
+    """Whether a collective has failed, as it does where a rank has died or hangs."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in ("onnection", "imed out", "gloo", "NCCL"))
+
+
+def fail(error, worker):
+    """Tell where this rank has failed and leave at once, which closes its connections: that is how
+    its peers come to know. To leave the process group in order could mean to wait for them."""
+    if not lost_peer(error):
+        traceback.print_exc()
+    text = re.sub(r"\[\S+:\d+\] ", "", " ".join(str(error).split()))  # without gloo's source lines
+    print(f"train.py: rank {worker.rank} failed in {worker.doing}: {type(error).__name__}: {text}",
+          file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def fingerprint(tokens):
+    """Their number, and a hash of about a million of them, evenly spread."""
+    sampled = np.ascontiguousarray(tokens[::max(1, len(tokens) // 2**20)])
+    return f"{len(tokens)} tokens with hash {hashlib.sha256(sampled).hexdigest()[:16]}"
+
+
+def prepare(config, worker):
+    """What each rank makes for itself, without collectives -> tokenizer, plain model, training and
+    validation Batches, and facts that have to be the same after a resume."""
     accumulation_steps(config, worker.world_size)  # refuses before anything takes time
     os.makedirs(config.out_dir, exist_ok=True)
     tokenizer = load_tokenizer(config.tokenizer)
     plain = build_model(config, tokenizer)
     batches, val_batches = load_batches(config, tokenizer, plain.config.block_size)
+    if config.export and worker.rank == 0:
+        replace_file(config.export, lambda file: None)  # refused now, not after the last step
+    facts = dict(shapes={name: list(p.shape) for name, p in plain.named_parameters()},
+                 data=fingerprint(batches.tokens), steps_per_epoch=batches.steps_per_epoch)
+    facts |= {f"--{name}": getattr(plain.config, name) for name in
+              ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")}
+    facts |= {f"--{name}": getattr(config, name) for name in ("seed", "global_batch_size")}
+    return tokenizer, plain, batches, val_batches, facts
+
+
+def check_agreement(config, worker, facts):
+    """Raise UserError on all ranks, naming the first difference, where they would train unlike."""
+    ours = {f"--{name}": value for name, value in vars(config).items()}
+    ours |= {"data": facts["data"], "torch": torch.__version__, "numpy": np.__version__}
+    views = worker.gather(ours)
+    for rank, view in enumerate(views):
+        for name, value in views[0].items():
+            if view[name] != value:
+                raise UserError(f"ranks differ in {name}: {value} on rank 0, {view[name]} on rank "
+                                f"{rank}; give all of them the same")
+
+
+def check_out_dir(config, worker, n_params):
+    """Raise UserError on all ranks where out_dir cannot take a checkpoint."""
+    probe, needed = pathlib.Path(config.out_dir) / ".probe", 12 * n_params  # with Adam's state
+    token = worker.gather(os.urandom(8))[0]
+
+    def write():
+        if worker.rank > 0:
+            return
+        probe.write_bytes(token)
+        free = shutil.disk_usage(probe.parent).free
+        if free < needed:
+            raise UserError(f"--out_dir {probe.parent} has {1e-6 * free:,.0f} MB free, but a "
+                            f"checkpoint takes {1e-6 * needed:,.0f}: choose another, or "
+                            f"--save_interval 0")
+
+    def read():
+        if not probe.exists() or probe.read_bytes() != token:
+            raise UserError(f"--out_dir {probe.parent} is not rank 0's folder of this name: "
+                            f"checkpoints need a disk that all ranks share; or --save_interval 0")
+
+    worker.together(write)
+    worker.together(read)
+    worker.together(lambda: probe.unlink() if worker.rank == 0 else None)
+
+
+def due(step, interval, last=None):
+    """Whether something happens after a step, counted from 1; with interval 0 never."""
+    return interval > 0 and (step == last or step % interval == 0)
+
+
+def train(config, worker):
+    """The whole run -> exit status. Raises UserError."""
+    # 1) plain model and data, the same on every rank
+    tokenizer, plain, batches, val_batches, facts = worker.together(prepare, config, worker)
+    check_agreement(config, worker, facts)
     log = Log(config, worker, plain)
     n_params = sum(p.numel() for p in plain.parameters())
+    if config.save_interval:
+        check_out_dir(config, worker, n_params)
     log.say(f"{n_params:,} parameters | {len(batches.tokens):,} training tokens, "
             f"{log.tokens_per_step:,} a step, {batches.steps_per_epoch:,} steps an epoch | "
             f"mode {config.mode}, world size {worker.world_size}, {log.device_name}, "
@@ -763,70 +1331,103 @@ def train(config, worker):
     # 2) the model as its mode wants it, then the optimizer over the parameters that this leaves
     model = wrap(plain, config, worker)
     optimizer, scaler = make_optimizer(model, config), make_scaler(config, worker)
-    pressed = catch_ctrl_c()
 
-    for step in range(config.max_steps):
-        # update the weights
+    # 3) where an earlier run was left
+    checkpoints = Checkpoints(config, worker, log, model, optimizer, scaler, facts)
+    progress = checkpoints.resume()
+    worker.together(log.start, progress.entry)
+
+    first, left, saved, signals = progress.step, None, True, StopSignals()
+    for step in range(first, config.max_steps):
+        # find the gradients, and whether all is well
         start_s = time.perf_counter()
-        losses, grad_norm, exposed_s = train_step(model, optimizer, scaler, batches, step, config,
-                                                  worker)
+        found = find_gradients(model, optimizer, scaler, batches, step, config, worker,
+                               stop=signals.name is not None)
+        if due(step + 1, config.check_interval):
+            worker.doing = f"step {step + 1}, the comparison of parameters"
+            compare_parameters(model, left, config, worker)
 
-        # reduce the losses, and with them the wish to stop: all ranks see it at the same step
-        shared = torch.cat((losses, losses.new_tensor([pressed.is_set()])))
-        *losses, stop = worker.reduce(shared).tolist()
+        # update the weights
+        update(optimizer, scaler, step, config, found)
+        left = checksums(model) if due(step + 2, config.check_interval) else None
+        progress.count(step + 1, found)
+
+        # measure
+        worker.doing = f"step {step + 1}, the norm of all parameters"
         weights = [local(p.detach()) for p in model.parameters()]
         param_norm = total_norm(weights, shard_group(config))
-        entry = dict(step=step + 1, loss=statistics.fmean(losses), lr=lr_at(step, config),
-                     grad_norm=grad_norm.item(), param_norm=param_norm.item())
+        entry = dict(step=step + 1, loss=statistics.fmean(found.losses), lr=lr_at(step, config),
+                     grad_norm=found.grad_norm, param_norm=param_norm.item())
         step_s = time.perf_counter() - start_s
 
         # evaluate, on all ranks; log, on rank 0
-        due = step + 1 == config.max_steps or (step + 1) % config.eval_interval == 0
-        if val_batches and due:
+        if val_batches and due(step + 1, config.eval_interval, config.max_steps):
+            worker.doing = f"step {step + 1}, the evaluation"
             entry["val_loss"] = evaluate(model, val_batches, config, worker)
-        log.step(entry, step_s, exposed_s)
-        if step == 0:
+            progress.note(entry["val_loss"])
+        if progress.skipped_in_a_row:
+            entry["skipped"] = True
+        log.step(entry, step_s, found.exposed_s)
+        progress.entry = log.last
+        if step == first:
             log.say(memory_line(model, optimizer, n_params, config, worker))
 
-        # stop
-        if stop:
-            return step + 1
+        # stop where this leads nowhere
+        if progress.skipped_in_a_row == config.max_skipped_steps:
+            raise RunError(f"step {step + 1}: loss or gradients were not finite in "
+                           f"{config.max_skipped_steps} steps in a row, all of them skipped: lower "
+                           f"--lr, or look at what these steps read")
 
-    if config.sample_tokens and math.isfinite(entry["param_norm"]):
+        # write a checkpoint, on all ranks; stop where one of them was told to
+        if config.save_interval and (due(step + 1, config.save_interval, config.max_steps)
+                                     or progress.best_step == step + 1 or found.stop):
+            saved = checkpoints.save(progress)
+        if found.stop:
+            log.warn(f"stopped by {signals.name or 'a signal to another rank'} after step "
+                     f"{step + 1}")
+            return 0 if saved else 1
+
+    worker.doing = "the end of the run"
+    if config.sample_tokens and math.isfinite(progress.entry["param_norm"] or math.nan):
         log.say("sample:" + sample(plain, tokenizer, config, worker))
     elif config.sample_tokens:
         log.say("no sample: the weights are not finite, see where the loss went")
+    if config.export:
+        worker.together(export, model, progress, config, plain.config, worker)
+        log.say(f"exported to {config.export}")
     peak_mem_bytes = torch.tensor(worker.peak_mem_bytes(), device=worker.device)
     log.result(param_sha256(model), worker.reduce(peak_mem_bytes, dist.ReduceOp.MAX).item())
-    return None
+    return 0 if saved else 1
 
 
 def main():
-    status, stopped = 0, None
+    status, worker = 0, None
     try:
         config = parse_args(sys.argv[1:])
         check(config)
-        stopped_at = train(config, start(config))
-        stopped = stopped_at and f"after step {stopped_at}"
+        worker = start(config)
+        status = train(config, worker)
     except (UserError, OSError) as error:  # an OSError names its file in nearly all cases
-        status = refuse(error)
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        status = refuse(f"out of memory ({str(error).splitlines()[0]}): choose a smaller --model, "
-                        f"--micro_batch_size or --block_size, or --mode zero3 on more ranks")
+        status = refuse(error, getattr(error, "status", 2))
     except KeyboardInterrupt:
-        stopped = "at once"
+        status = 130  # 128 + SIGINT, as a shell has it
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("train.py: stopped by Ctrl-C at once", file=sys.stderr, flush=True)
+    except (MemoryError, Exception) as error:
+        if out_of_memory(error):
+            status = refuse(f"out of memory ({str(error).splitlines()[0]}): choose a smaller "
+                            f"--model, --micro_batch_size or --block_size, or --mode zero3 on more "
+                            f"ranks")
+        elif worker is not None and worker.world_size > 1:
+            fail(error, worker)
+        else:
+            raise
     finally:
         if dist.is_initialized():
             # FSDP2's modules hold the group in a cycle: without this its threads outlive the
             # interpreter now and then, and abort it.
             gc.collect()
             dist.destroy_process_group()
-    if stopped:
-        status = 130  # 128 + SIGINT, as a shell has it
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"train.py: stopped by Ctrl-C {stopped}", file=sys.stderr)
     return status
 
 
