@@ -389,6 +389,7 @@ class Worker:
     world_size: int
     device: torch.device
     doing: str = "starting"  # for the line that tells where a run has failed
+    pids: list = field(default_factory=list)  # of all ranks
 
     def to_device(self, *tensors):
         """Tensors on the device; on CUDA from pinned memory, without waiting for the copy."""
@@ -1236,15 +1237,43 @@ def lost_peer(error):
         sign in str(error) for sign in ("onnection", "imed out", "gloo", "NCCL"))
 
 
+def silent_ranks(worker):
+    """Ranks that have not come here within a second, by way of the store in which ranks met."""
+    run = f"failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(datetime.timedelta(seconds=5))
+        store.set(f"{run}/{worker.rank}", "")
+        time.sleep(1)
+        return [r for r in range(worker.world_size) if not store.check([f"{run}/{r}"])]
+    except RuntimeError:  # it was in the process of rank 0, which is gone
+        return [0]
+
+
+def kill_siblings(pids):
+    """End processes that the same torchrun has started and that hang: they may not hear its SIGTERM,
+    and it would wait 30 s for them before it ends, or starts anew."""
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended; or this is not Linux
+            if f"\nPPid:\t{os.getppid()}\n" in pathlib.Path(f"/proc/{pid}/status").read_text():
+                os.kill(pid, signal.SIGKILL)
+
+
 def fail(error, worker):
     """Tell where this rank has failed and leave at once, which closes its connections: that is how
     its peers come to know. To leave the process group in order could mean to wait for them."""
-    if not lost_peer(error):
+    text = " ".join(str(error).split()).split(" This is typically caused")[0]
+    text = re.sub(r"\[\S+:\d+\] ", "", text)  # without gloo's source lines
+    line = f"rank {worker.rank} failed in {worker.doing}: {type(error).__name__}: {text}"
+    silent = silent_ranks(worker)
+    if lost_peer(error):
+        line += f"; no word from rank {', '.join(map(str, silent))}: dead or hanging" * bool(silent)
+    else:
         traceback.print_exc()
-    text = re.sub(r"\[\S+:\d+\] ", "", " ".join(str(error).split()))  # without gloo's source lines
-    print(f"train.py: rank {worker.rank} failed in {worker.doing}: {type(error).__name__}: {text}",
-          file=sys.stderr, flush=True)
+    print(f"train.py: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    if "imed out" in text:
+        kill_siblings([worker.pids[rank] for rank in silent if worker.pids])
     os._exit(1)
 
 
@@ -1319,6 +1348,7 @@ def train(config, worker):
     # 1) plain model and data, the same on every rank
     tokenizer, plain, batches, val_batches, facts = worker.together(prepare, config, worker)
     check_agreement(config, worker, facts)
+    worker.pids = worker.gather(os.getpid())
     log = Log(config, worker, plain)
     n_params = sum(p.numel() for p in plain.parameters())
     if config.save_interval:
