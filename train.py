@@ -130,7 +130,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2",
                "grad_clip", "eval_steps", "sample_tokens", "save_interval", "check_interval"}
 AT_LEAST = {"bucket_cap_mb": 1e-6}  # every other number: 1
-BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "threads": 1025, "timeout_s": 1e6}  # others: inf
+BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "threads": 1025, "timeout_s": 1e6,
+         "lr": 1e31, "weight_decay": 1e31}  # every other: inf
 
 
 class UserError(Exception):
@@ -617,11 +618,9 @@ class Gradients:
     """What all ranks know of a step before its update."""
     losses: list  # of all micro batches of all ranks, in the order of the data
     grad_norm: float  # before clipping
+    finite: bool  # losses and gradients, on all ranks
+    stop: bool  # some rank was told to
     exposed_s: float | None  # waited for communication; None in the torch modes, which do not tell
-    stop: bool  # some rank was asked to stop
-
-    def finite(self):
-        return math.isfinite(self.grad_norm) and all(map(math.isfinite, self.losses))
 
 
 def find_gradients(model, optimizer, scaler, batches, step, config, worker, stop=False):
@@ -634,17 +633,19 @@ def find_gradients(model, optimizer, scaler, batches, step, config, worker, stop
     exposed_s = finish_gradients(model, config, worker)
     exposed_s += getattr(model, "exposed_s", 0.0) - before_s
 
-    # reduce the losses, and with them the wish to stop: all ranks see it at the same step
-    worker.doing = f"step {step + 1}, the sum of losses over ranks"
-    *losses, stop = worker.reduce(torch.cat((losses, losses.new_tensor([stop])))).tolist()
-
     # clip, on all ranks by the same factor
     worker.doing = f"step {step + 1}, the norm of all gradients"
     scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, shard_group(config))
-    return Gradients(losses, grad_norm.item(),
-                     None if config.mode.startswith("torch-") else exposed_s, stop > 0)
+    grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, shard_group(config)).item()
+
+    # add up losses over ranks, and in the same collective whatever all ranks must know
+    worker.doing = f"step {step + 1}, the sum of losses over ranks"
+    flags = losses.new_tensor([not math.isfinite(grad_norm), stop])
+    *losses, bad, stop = worker.reduce(torch.cat((losses, flags))).tolist()
+    finite = bad == 0 and all(map(math.isfinite, losses))
+    return Gradients(losses, grad_norm, finite, stop > 0,
+                     None if config.mode.startswith("torch-") else exposed_s)
 
 
 def update(optimizer, scaler, step, config, found):
@@ -652,7 +653,7 @@ def update(optimizer, scaler, step, config, found):
     """
     for group in optimizer.param_groups:
         group["lr"] = lr_at(step, config)
-    if found.finite():
+    if found.finite:
         scaler.step(optimizer)
     scaler.update()
 
@@ -708,8 +709,8 @@ class Progress:
 
     def count(self, step, found):
         self.step = step
-        self.skipped_in_a_row = 0 if found.finite() else self.skipped_in_a_row + 1
-        self.skipped_steps += not found.finite()
+        self.skipped_in_a_row = 0 if found.finite else self.skipped_in_a_row + 1
+        self.skipped_steps += not found.finite
 
     def note(self, val_loss):
         if val_loss < self.best_val_loss:
@@ -1237,17 +1238,22 @@ def lost_peer(error):
         sign in str(error) for sign in ("onnection", "imed out", "gloo", "NCCL"))
 
 
-def silent_ranks(worker):
-    """Ranks that have not come here within a second, by way of the store in which ranks met."""
+def ask_peers(worker, cause):
+    """Leave the cause of this rank's failure in the store in which ranks met, "" if it lies with
+    another -> (causes that others have left, {rank: text}; ranks that leave nothing in time)."""
     run = f"failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set_timeout(datetime.timedelta(seconds=5))
-        store.set(f"{run}/{worker.rank}", "")
+        store.set(f"{run}/{worker.rank}", cause)
+        if cause:
+            return {}, []
         time.sleep(1)
-        return [r for r in range(worker.world_size) if not store.check([f"{run}/{r}"])]
+        left = [r for r in range(worker.world_size) if store.check([f"{run}/{r}"])]
+        causes = {r: store.get(f"{run}/{r}").decode() for r in left}
+        return causes, sorted(set(range(worker.world_size)) - set(left))
     except RuntimeError:  # it was in the process of rank 0, which is gone
-        return [0]
+        return {}, [0]
 
 
 def kill_siblings(pids):
@@ -1265,11 +1271,12 @@ def fail(error, worker):
     text = " ".join(str(error).split()).split(" This is typically caused")[0]
     text = re.sub(r"\[\S+:\d+\] ", "", text)  # without gloo's source lines
     line = f"rank {worker.rank} failed in {worker.doing}: {type(error).__name__}: {text}"
-    silent = silent_ranks(worker)
-    if lost_peer(error):
-        line += f"; no word from rank {', '.join(map(str, silent))}: dead or hanging" * bool(silent)
-    else:
+    if not lost_peer(error):
         traceback.print_exc()
+    causes, silent = ask_peers(worker, "" if lost_peer(error) else line)
+    line += "".join(f"; before, {cause}" for cause in causes.values() if cause)
+    if silent:
+        line += f"; no word from rank {', '.join(map(str, silent))}: dead or hanging"
     print(f"train.py: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if "imed out" in text:

@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import copy
 import datetime
+import functools
 import gc
 import inspect
 import io
@@ -35,6 +36,7 @@ import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -48,7 +50,9 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -187,6 +191,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="only checks named like this")
     parser.add_argument("--full", action="store_true", help="whole cross products, not samples")
+    parser.add_argument("--kills", type=int, default=3, metavar="N",
+                        help="ranks to kill in kill_9_at_any_moment [3]")
     parser.add_argument("--list", action="store_true", help="list the checks and what they state")
     options = parser.parse_args()
     chosen = [f for name, f in globals().items() if hasattr(f, "sampled")
@@ -197,6 +203,8 @@ def main():
         for f in chosen:
             print(f"{f.__name__:33s} {inspect.getdoc(f).splitlines()[0]}")
         return 0
+    for row in kill_9_at_any_moment.sampled:
+        row["kills"] = options.kills
     # CPU only and one thread a rank, also for all that is started from here
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     return 1 if run_checks(chosen, options.full) else 0
@@ -291,10 +299,12 @@ class Run:
         self.steps_done = 0
 
     def step(self):
-        """One step -> (losses, gradient norm, exposed seconds) as train_step returns them."""
-        self.steps_done += 1
-        return train.train_step(self.model, self.optimizer, self.scaler, self.batches,
-                                self.steps_done - 1, self.config, self.worker)
+        """One step -> the Gradients that it found."""
+        step, self.steps_done = self.steps_done, self.steps_done + 1
+        found = train.find_gradients(self.model, self.optimizer, self.scaler, self.batches, step,
+                                     self.config, self.worker)
+        train.update(self.optimizer, self.scaler, step, self.config, found)
+        return found
 
 
 def same_runs(ours, theirs, steps):
@@ -310,26 +320,108 @@ def same_runs(ours, theirs, steps):
     return 0.0
 
 
-def call_main(argv, folder, environment):
+def call_main(argv, folder, environment, plant):
     """train.main(argv) in this process, as `python train.py` would run it; output goes to files."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
     os.environ.update(environment)
     sys.argv = ["train.py", *map(str, argv)]
+    if plant is not None:
+        plant()
     status = train.main()
     assert not dist.is_initialized(), "the process group outlived the run"
     sys.exit(status)
 
 
-def run_main(argv, environment={}, limit_s=30):
-    """`python train.py argv`, forked from the server -> (exit code, stdout, stderr)."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = fork_server().Process(target=call_main, args=(argv, folder, environment))
-        process.start()
-        process.join(limit_s)
-        assert process.exitcode is not None, f"train.py {argv} ran for more than {limit_s} s"
-        stdout, stderr = (pathlib.Path(folder, name).read_text() for name in ("stdout", "stderr"))
-        return process.exitcode, stdout, stderr
+class Launch:
+    """W ranks that run train.py as torchrun would start them, or, with W = 1, as python would. They
+    are forked from the server, which takes a tenth of torchrun's time.
+
+    argv: flags of all ranks, or a function from rank to flags. plant: called on every rank before
+    train.py is, to plant a fault. restart: how often torchrun has restarted them, so to say.
+    """
+
+    def __init__(self, W, argv, plant=None, restart=0, **environment):
+        self.W, self.folder, self.processes = W, pathlib.Path(tempfile.mkdtemp()), []
+        if W > 1:
+            self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            environment |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(self.store.port),
+                                TORCHELASTIC_USE_AGENT_STORE="True", WORLD_SIZE=str(W),
+                                LOCAL_WORLD_SIZE=str(W))
+        if restart:
+            environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+        for rank in range(W):
+            own = dict(RANK=str(rank), LOCAL_RANK=str(rank)) if W > 1 else {}
+            (self.folder / str(rank)).mkdir()
+            process = fork_server().Process(target=call_main, args=(
+                argv(rank) if callable(argv) else argv, str(self.folder / str(rank)),
+                environment | own, plant))
+            process.start()
+            self.processes.append(process)
+
+    def stdout(self, rank=0):
+        return self._read(rank, "stdout")
+
+    def stderr(self, rank=0):
+        return self._read(rank, "stderr")
+
+    def _read(self, rank, name):
+        path = self.folder / str(rank) / name
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, limit_s=30):
+        """Exit codes by rank; as torchrun, sends SIGTERM to the others once a rank has failed."""
+        deadline, told = time.monotonic() + limit_s, False
+        while any(process.exitcode is None for process in self.processes):
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"ranks ran for more than {limit_s} s: {self.stderr()}")
+            if not told and any(process.exitcode for process in self.processes):
+                told = True
+                for process in self.processes:
+                    if process.exitcode is None:
+                        process.terminate()
+            time.sleep(0.01)
+        return [process.exitcode for process in self.processes]
+
+    def wait_for(self, text, limit_s=30):
+        """Wait until rank 0 has printed text."""
+        deadline = time.monotonic() + limit_s
+        while text not in self.stdout():
+            ended = all(process.exitcode is not None for process in self.processes)
+            if ended or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"{text!r} was not printed: {self.stderr()}")
+            time.sleep(0.01)
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+
+    def result(self, limit_s=30):
+        """The RESULT of a run that has to end well."""
+        codes = self.wait(limit_s)
+        assert not any(codes), f"exit codes {codes}: {self.stderr()}"
+        last = self.stdout().splitlines()[-1]
+        assert last.startswith("RESULT "), last
+        return json.loads(last.removeprefix("RESULT "))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def run_main(argv, W=1, limit_s=30, **options):
+    """`python train.py argv`, or W ranks of it -> (the worst exit code, stdout, stderr) of rank 0.
+
+    options: of Launch.
+    """
+    with Launch(W, argv, **options) as launch:
+        codes = launch.wait(limit_s)
+        return max(codes, key=abs), launch.stdout(), launch.stderr()
 
 
 def torchrun(W, argv, limit_s=50, **options):
@@ -2660,7 +2752,7 @@ def amp_is_stable(**kind):
     for options in ({}, kind):
         config = small_config(**options, max_steps=50)
         run = Run(config, train.Batches(np.array(tokens), 16, config.global_batch_size, seed=0))
-        history = [run.step()[0].mean().item() for _ in range(50)]
+        history = [np.mean(run.step().losses) for _ in range(50)]
         losses.append(np.mean(history[-10:]))
         assert np.isfinite(history).all() and losses[-1] < history[0] - 0.5, "it does not learn"
         assert run.scaler.get_scale() in (1.0, 65536.0), "a step was skipped"
@@ -2675,9 +2767,9 @@ def losses_are_global_means():
     W = dist.get_world_size()
     naive = small_config(mode="naive", global_batch_size=2 * W, eval_steps=5)
     a, b = Run(naive), Run(replace(naive, mode="single"))
-    ours, theirs = (r.worker.reduce(r.step()[0]) for r in (a, b))
-    same_bits({"losses": ours}, {"losses": theirs})
-    assert len(set(ours.tolist())) == 2 * W, "micro batches repeat"
+    ours, theirs = (r.step().losses for r in (a, b))
+    assert ours == theirs
+    assert len(set(ours)) == 2 * W, "micro batches repeat"
     b.model.load_state_dict(a.model.state_dict())
     val = train.Batches(a.batches.tokens, 16, 2, seed=0)
     ours, theirs = (train.evaluate(r.model, val, r.config, r.worker) for r in (a, b))
@@ -2707,7 +2799,8 @@ def schedule_and_decay():
 
 TINY = ("--n_layer", 1, "--n_head", 2, "--n_embd", 16, "--block_size", 16, "--micro_batch_size", 1,
         "--global_batch_size", 2, "--max_steps", 3, "--warmup_steps", 1, "--eval_steps", 3,
-        "--eval_interval", 2, "--sample_tokens", 8, "--dataset", HERE / "model.py")
+        "--eval_interval", 2, "--sample_tokens", 8, "--save_interval", 0, "--check_interval", 1,
+        "--dataset", HERE / "model.py")
 
 
 @check([dict(W=1)], limit_s=120)
@@ -2730,7 +2823,7 @@ def bad_input_is_one_line():
             ("--max_steps 1.5", "--max_steps"), ("--max_steps 0", "--max_steps 0"),
             ("--mode zero9", "--mode zero9"), ("--param_dtype bf16", "--param_dtype is for"),
             ("--dtype fp8", "--dtype fp8"), ("--model gpt5", "--model gpt5"),
-            ("--lr nan", "--lr nan"), ("--lr -1", "--lr -1"), ("--min_lr 1", "--min_lr 1"),
+            ("--lr nan", "--lr nan"), ("--lr 1e300", "--lr 1e+300"), ("--lr -1", "--lr -1"), ("--min_lr 1", "--min_lr 1"),
             ("--beta2 1", "--beta2 1.0"),
             ("--bucket_cap_mb 0", "--bucket_cap_mb 0.0"), (f"--seed {2**64}", "--seed"),
             ("--global_batch_size 6", "global_batch_size 6"),
@@ -2749,7 +2842,7 @@ def bad_input_is_one_line():
         ]
         for flags, expected in cases:
             argv = ["--out_dir", f"{folder}/out", *flags.split()]
-            code, _, stderr = run_main(argv, offline)
+            code, _, stderr = run_main(argv, **offline)
             assert code == 2, f"{flags}: exit {code}, {stderr}"
             assert re.fullmatch(r"train\.py: .*\n", stderr), f"{flags}: {stderr}"
             assert expected in stderr, f"{flags}: {stderr}"
@@ -2780,7 +2873,7 @@ def promised_output(mode, W, folder):
     """Run train.py, assert that its output is as documented -> (RESULT, what precedes it)."""
     default = mode == ("ddp" if W > 1 else "single")
     argv = [*([] if default else ["--mode", mode]), "--out_dir", folder, *TINY, "--deterministic"]
-    code, stdout, stderr = torchrun(W, argv) if W > 1 else run_main(argv)
+    code, stdout, stderr = torchrun(W, argv) if mode == "zero3" else run_main(argv, W)
     assert code == 0 and not stderr, f"{mode}: exit {code}, {stderr}"
     lines = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -2811,28 +2904,28 @@ def command_line_ends_on_same_bits():
     return f"hash, losses, sample and metrics of {len(runs)} runs", 0.0
 
 
+def limit_memory():
+    import resource  # not on Windows
+
+    resource.setrlimit(resource.RLIMIT_DATA, (430_000_000, 430_000_000))
+
+
 @check([dict(W=1)], limit_s=150)
 def zero3_trains_what_does_not_fit():
     """Where 430 MB of data a process are allowed, 19M parameters take more than single and ddp can
     have, who say so in one line; zero3 on 4 ranks trains them."""
     if sys.platform != "linux":
         raise Skip("RLIMIT_DATA counts all private memory on Linux only")
-    import resource  # not on Windows
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_DATA, (430_000_000, 430_000_000))
-
     with tempfile.TemporaryDirectory() as folder:
         sizes = dict(zip(TINY[::2], TINY[1::2])) | {"--n_layer": 24, "--n_embd": 256,
                                                     "--n_head": 4, "--global_batch_size": 4,
                                                     "--eval_steps": 0, "--sample_tokens": 0}
         argv = [*itertools.chain(*sizes.items()), "--out_dir", folder]
         for W, mode in ((1, "single"), (4, "ddp")):
-            code, _, stderr = torchrun(W, [*argv, "--mode", mode], preexec_fn=limit)
-            lines = [line for line in stderr.splitlines() if line.startswith("train.py: ")]
-            assert code == (2 if W == 1 else 1) and lines, (mode, code, stderr[-500:])
-            assert all("out of memory" in line for line in lines), lines
-        code, stdout, stderr = torchrun(4, [*argv, "--mode", "zero3"], preexec_fn=limit)
+            code, _, stderr = run_main([*argv, "--mode", mode], W, plant=limit_memory)
+            assert code == 2, (mode, code, stderr[-500:])
+            assert re.fullmatch(r"train\.py: out of memory.*\n", stderr), stderr
+        code, stdout, stderr = run_main([*argv, "--mode", "zero3"], 4, plant=limit_memory)
         assert code == 0 and "RESULT" in stdout, stderr
     return "24 layers, 256 wide: single, ddp and zero3 at W = 4", 0.0
 
@@ -2841,7 +2934,8 @@ def zero3_trains_what_does_not_fit():
 def diverged_run_reports():
     """A run whose loss has become nan still ends with its RESULT, null where there is no number."""
     with tempfile.TemporaryDirectory() as folder:
-        argv = [*TINY, "--out_dir", folder, "--lr", "1e30", "--warmup_steps", "0"]
+        argv = [*TINY, "--out_dir", folder, "--lr", "1e30", "--weight_decay", "1e30",
+                "--warmup_steps", "0"]
         code, stdout, stderr = run_main(argv)
     *_, sample, result = stdout.splitlines()
     assert code == 0 and not stderr and sample.startswith("no sample: "), (code, stdout, stderr)
@@ -2851,7 +2945,7 @@ def diverged_run_reports():
 
 @check([dict(W=1)])
 def ctrl_c_gives_one_line():
-    """Ctrl-C ends a run after its step, with one line and exit status 130."""
+    """Ctrl-C ends a run after its step, with one line and exit status 0."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(HERE / "train.py"), *map(str, TINY), "--out_dir", folder,
                    "--max_steps", "9999999"]
@@ -2861,9 +2955,678 @@ def ctrl_c_gives_one_line():
             assert line, process.stderr.read()
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 130, stderr
+    assert process.returncode == 0, stderr
     assert re.fullmatch(r"train\.py: stopped by Ctrl-C after step \d+\n", stderr), stderr
     return "exit status and stderr", 0.0
+
+
+# -------------------------------------------------------------------------------------------------
+# train.py: checkpoints
+
+
+def tiny(folder, **options):
+    """Flags of a tiny run in folder; 12 micro batches a step are dealt out evenly at W = 1 to 4."""
+    defaults = dict(out_dir=folder, global_batch_size=12, max_steps=4, save_interval=1,
+                    eval_steps=0, sample_tokens=0)
+    return [*TINY, *itertools.chain(*((f"--{name}", value)
+                                      for name, value in {**defaults, **options}.items()))]
+
+
+def finish(W, argv, **options):
+    """RESULT of a run that has to end well."""
+    with Launch(W, argv, **options) as launch:
+        return launch.result()
+
+
+def refused(argv, text, W=1, status=2, **options):
+    """Assert that a run ends on all ranks with one line of rank 0 that matches text."""
+    with Launch(W, argv, **options) as launch:
+        codes = launch.wait()
+        assert codes == [status] * W, (codes, launch.stderr())
+        assert re.fullmatch(r"train\.py: .*\n", launch.stderr()), launch.stderr()
+        assert re.search(text, launch.stderr()), f"{text}: {launch.stderr()}"
+
+
+def check_all_whole(folder):
+    """Assert that whatever is visible in out_dir is a whole checkpoint; return their steps."""
+    steps = []
+    for path in sorted(pathlib.Path(folder).glob("step_*")):
+        record = train.read_record(path)
+        train.check_slices(path, dcp.FileSystemReader(path).read_metadata().storage_data.items())
+        steps.append(record["step"])
+    return steps
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """A temporary folder, the same on all ranks of the group."""
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names)
+        yield names[0]
+        dist.barrier()
+
+
+MATRIX = [(mode, W) for mode in ("ddp", "zero1", "zero2", "zero3") for W in (1, 2, 3, 4)]
+
+
+@check([dict(W=1, mode="zero1", source=("zero3", 4)), dict(W=2, mode="zero3", source=("ddp", 1)),
+        dict(W=3, mode="ddp", source=("zero2", 2)), dict(W=4, mode="zero2", source=("zero1", 3)),
+        dict(W=2, mode="torch-fsdp", source=("zero3", 3)),
+        dict(W=3, mode="zero3", source=("torch-fsdp", 2))],
+       full=[dict(W=W, mode=mode, source=source) for mode, W in MATRIX for source in MATRIX])
+def checkpoint_loads_anywhere(mode, source):
+    """A checkpoint of any mode and world size loads into any other: parameters, moments and the
+    position in the data to the bit, as torch's own converter reads them."""
+    with shared_folder() as folder:
+        argv = tiny(folder, max_steps=2, mode=source[0])
+        if dist.get_rank() == 0:
+            sha256 = finish(source[1], argv)["param_sha256"]
+            dcp_to_torch_save(f"{folder}/step_00000002", f"{folder}/converted.pt")
+        dist.barrier()
+        expected = torch.load(f"{folder}/converted.pt", weights_only=True)
+        config = train.parse_args([*map(str, argv), "--mode", mode, "--resume", "auto"])
+        worker = here(mode)
+        _, plain, batches, _, facts = train.prepare(config, worker)
+        log = train.Log(config, worker, plain)
+        model = train.wrap(plain, config, worker)
+        checkpoints = train.Checkpoints(config, worker, log, model,
+                                        train.make_optimizer(model, config),
+                                        train.make_scaler(config, worker), facts)
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert checkpoints.resume().step == 2
+        if dist.get_rank() == 0:
+            assert json.loads((pathlib.Path(folder) / "step_00000002/checkpoint.json").read_text()
+                              )["sample"] == 24
+        held = checkpoints.tensors()
+        for key, ours in held.items():
+            if key.startswith("random"):
+                continue
+            theirs = expected[key]
+            if isinstance(ours, train.Slice):
+                theirs = theirs[ours.first:ours.first + len(ours.part)]
+                n = worker.reduce(torch.tensor(len(ours.part))).item()
+                sharded = mode in train.STAGE
+                assert n == len(expected[key]) * (1 if sharded else worker.world_size), key
+                ours = ours.part
+            assert torch.equal(ours, theirs), key
+        names = {key.split(".", 2)[1] for key in held}
+        assert {"step", "exp_avg", "exp_avg_sq"} <= names, names
+        assert len(held) == 4 * len(list(plain.parameters())) + 1
+        hashes = [train.param_sha256(model)]
+        if dist.get_rank() == 0:
+            assert hashes == [sha256]
+    return f"{' at W = '.join(map(str, source))} read by {mode}: {len(held)} tensors", 0.0
+
+
+def unstable_scale():
+    """Plant a loss scale that overflows in the first steps, so that it has a history to save."""
+    make = train.make_scaler
+
+    def make_scaler(config, worker):
+        scaler = make(config, worker)
+        scaler._init_scale = 2.0**20
+        return scaler
+
+    train.make_scaler = make_scaler
+
+
+@check([dict(W=1, legs=(("zero3", 4), ("zero3", 2), ("single", 1))),
+        dict(W=1, legs=(("single", 1), ("zero2", 2), ("zero2", 4))),
+        dict(W=1, legs=(("ddp", 3), ("zero1", 3), ("naive", 3))),
+        dict(W=1, legs=(("zero3", 2), ("torch-fsdp", 2)), dtype="fp16")],
+       full=[dict(W=1, legs=((mode, W), (mode, W))) for mode, W in MATRIX]
+       + [dict(W=1, legs=legs) for legs in itertools.product(
+           [("zero2", 4), ("zero3", 2), ("single", 1)], repeat=3)])
+def resumed_run_ends_on_same_bits(legs, dtype="fp32"):
+    """A run that stops and goes on, elsewhere too, ends on the bits of one that never stopped: same
+    world size and family, or stages 2, 3 and single at W = 1, 2, 4."""
+    options = dict(dtype=dtype, lr=0.01) | (dict(global_batch_size=2) if dtype == "fp16" else {})
+    plant = unstable_scale if dtype == "fp16" else None
+    with tempfile.TemporaryDirectory() as folder:
+        steps = 3 * len(legs)
+        mode, W = legs[0]
+        whole_run = finish(W, tiny(f"{folder}/a", **options, mode=mode, max_steps=steps), plant=plant)
+        for i, (mode, W) in enumerate(legs, start=1):
+            # The schedule of rates depends on max_steps, so legs end by SIGTERM.
+            argv = tiny(f"{folder}/b", **options, mode=mode, max_steps=steps, resume="auto")
+            stop = functools.partial(stop_after, 3 * i, plant)
+            with Launch(W, argv, plant=stop if i < len(legs) else plant) as launch:
+                assert launch.wait() == [0] * W, launch.stderr()
+                last = launch.stdout().splitlines()[-1]
+        ours = json.loads(last.removeprefix("RESULT "))
+        lines = [[json.loads(line) for line in open(f"{folder}/{run}/metrics.jsonl")]
+                 for run in "ab"]
+    for key in ("param_sha256", "train_loss", "steps"):
+        assert ours[key] == whole_run[key], (key, ours, whole_run)
+    assert [[e["step"] for e in run] for run in lines] == [list(range(1, steps + 1))] * 2
+    assert [e["loss"] for e in lines[0]] == [e["loss"] for e in lines[1]]
+    assert ("skipped" in lines[0][0]) == (dtype == "fp16")
+    return " -> ".join(f"{mode} W={W}" for mode, W in legs), 0.0
+
+
+def stop_after(step, plant=None):
+    """Plant a SIGTERM to one rank, in the step before: the wish to stop travels with the next."""
+    if plant:
+        plant()
+    find_gradients = train.find_gradients
+
+    def stopping(*arguments, **options):
+        worker = arguments[-1]
+        if arguments[4] + 2 == step and worker.rank == worker.world_size - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return find_gradients(*arguments, **options)
+
+    train.find_gradients = stopping
+
+
+@check([dict(W=1)])
+def damaged_checkpoints_are_named():
+    """Whatever is missing, cut off or changed in a checkpoint is told by file and parameter, exit
+    status 2; --resume auto falls back to the one before, says so, and sets the damaged one aside."""
+    with tempfile.TemporaryDirectory() as folder:
+        sound, folder = pathlib.Path(folder, "sound"), pathlib.Path(folder)
+        expected = finish(2, tiny(sound, mode="zero2"))["param_sha256"]
+        newest = "step_00000004"
+        slices = train.FileSystemReader(sound / newest).read_metadata().storage_data
+        index, place = next((i, s) for i, s in slices.items() if i.fqn == "optimizer.exp_avg.wte.weight")
+        data_file = f"{newest}/{place.relative_path}"
+
+        def flip(name, at):
+            content = bytearray((folder / "b" / name).read_bytes())
+            content[at] ^= 4
+            (folder / "b" / name).write_bytes(content)
+
+        def cut(name, n_bytes):
+            os.truncate(folder / "b" / name, n_bytes)
+
+        cases = [  # what happens, what the line must say
+            (lambda: flip(data_file, place.offset + place.length // 2),
+             f"{data_file} is truncated or damaged: see optimizer.exp_avg.wte.weight"),
+            (lambda: cut(data_file, place.offset + place.length - 100),
+             f"{data_file} is truncated or damaged: see optimizer.exp_avg.wte.weight"),
+            (lambda: cut(data_file, 0), f"{data_file} is truncated or damaged: see "),
+            (lambda: os.remove(folder / "b" / data_file), f"No such file.*{data_file}"),
+            (lambda: flip(f"{newest}/.metadata", 100), f"{newest}/.metadata is damaged"),
+            (lambda: os.remove(folder / "b" / newest / ".metadata"), f"{newest}/.metadata"),
+            (lambda: flip(f"{newest}/checkpoint.json", 12), f"{newest}/checkpoint.json is damaged"),
+            (lambda: cut(f"{newest}/checkpoint.json", 40), f"{newest}/checkpoint.json is damaged"),
+            (lambda: os.remove(folder / "b" / newest / "checkpoint.json"),
+             f"{newest}/checkpoint.json is missing"),
+        ]
+        for damage, text in cases:
+            shutil.copytree(sound, folder / "b", symlinks=True)
+            damage()
+            argv = tiny(folder / "b", mode="zero2")
+            refused([*argv, "--resume", folder / "b" / newest], text)
+            with Launch(1, [*argv, "--micro_batch_size", 2, "--resume", "auto"]) as launch:
+                result = launch.result()
+                stderr = launch.stderr()
+            assert re.fullmatch(rf"train\.py: .*{text}.*; falling back to .*\n", stderr), stderr
+            assert (folder / "b" / "aside_1" / newest).is_dir()
+            assert check_all_whole(folder / "b") == [3, 4]
+            shutil.rmtree(folder / "b")
+        shutil.copytree(sound, folder / "b")
+        for path in (folder / "b").glob("step_*"):
+            (path / "checkpoint.json").write_text("{}")
+        refused([*tiny(folder / "b"), "--resume", "auto"], f"none of 2 .*{newest}")
+        assert len(list((folder / "b").glob("step_*"))) == 2, "nothing is to be moved"
+    return f"{len(cases)} kinds of damage", 0.0
+
+
+@check([dict(W=1)])
+def foreign_checkpoints_are_refused():
+    """A checkpoint of another model, other data or another order of samples is refused, naming the
+    parameter or the option; a folder that is none is, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = tiny(folder, max_steps=1)
+        finish(1, argv)
+        argv += ["--max_steps", 2, "--resume", "auto"]
+        cases = (("--n_layer 2", r"blocks\.1\.attn_norm\.weight is missing, here \[16\]"),
+                 ("--n_embd 32", r"wte\.weight is \[257, 16\], here \[257, 32\]"),
+                 ("--n_head 4", "--n_head was 2, and is 4"), ("--seed 3", "--seed was 1337"),
+                 ("--block_size 8", "--block_size was 16"),
+                 ("--global_batch_size 4", "--global_batch_size was 12"),
+                 (f"--dataset {HERE / 'train.py'}", "data was .* tokens with hash"),
+                 ("--resume nowhere", "nowhere/checkpoint.json is missing"),
+                 (f"--resume {folder}", "checkpoint.json is missing"),
+                 (f"--resume {HERE / 'train.py'}", "train.py"))
+        for flags, text in cases:
+            refused([*argv, *flags.split()], text)
+        finish(1, [*tiny(folder, n_layer=2, max_steps=1)])
+        refused(argv, r"blocks\.1\.attn_norm\.weight is \[16\], here missing")
+        finish(1, [*tiny(folder, max_steps=3)])
+        refused([*argv, "--resume", f"{folder}/step_00000003"], "--max_steps 2 is less than the 3")
+    return f"{len(cases) + 2} misfits", 0.0
+
+
+@check([dict(W=1)])
+def checkpoints_are_kept_and_removed():
+    """--keep_last newest checkpoints and the best one stay; a new run, and one that begins at an
+    earlier step, set aside what is ahead of them; metrics.jsonl goes back with it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+
+        def steps_logged():
+            return [json.loads(line)["step"] for line in open(folder / "metrics.jsonl")]
+
+        # A rate so high that the first evaluation is the best one.
+        argv = tiny(folder, max_steps=6, keep_last=2, eval_steps=3, eval_interval=1, lr=3.0,
+                    warmup_steps=3)
+        finish(2, argv)
+        losses = [json.loads(line)["val_loss"] for line in open(folder / "metrics.jsonl")]
+        best = 1 + losses.index(min(losses))
+        assert best < 5, losses
+        assert check_all_whole(folder) == [best, 5, 6]
+        assert os.readlink(folder / "best") == f"step_{best:08d}"
+        record = train.read_record(folder / "best")
+        assert record["best_val_loss"] == min(losses) and record["best_step"] == best
+
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('{"step": 7, "lo')  # as a run that was killed leaves it
+        (folder / ".step_00000007.unfinished").mkdir()
+        finish(1, [*argv, "--resume", folder / "step_00000005"])
+        assert check_all_whole(folder) == [best, 5, 6] and steps_logged() == list(range(1, 7))
+        assert [path.name for path in (folder / "aside_1").glob("step*")] == ["step_00000006"]
+        assert not list(folder.glob(".step*"))
+
+        finish(1, [*argv, "--resume", "auto"])  # nothing is left to do
+        assert steps_logged() == list(range(1, 7)) and not (folder / "aside_2").exists()
+        finish(1, tiny(folder, max_steps=3))
+        assert check_all_whole(folder) == [2, 3] and steps_logged() == [1, 2, 3]
+        assert check_all_whole(folder / "aside_2") == [best, 5, 6]
+        assert train.read_record(folder / "aside_2/best")["step"] == best
+        finish(1, tiny(folder, max_steps=3, save_interval=0))
+        assert not list(folder.glob("step_*"))
+    return "two last and the best; three runs in one folder", 0.0
+
+
+@check([dict(W=1, runs=((2, "zero3"), (1, "single")))])
+def exported_model_is_plain(runs):
+    """--export writes one file in nanoGPT's form: loads with weights_only, into the plain GPT, with
+    the weights of the run; a resumed run that has nothing left to do exports too."""
+    with tempfile.TemporaryDirectory() as folder:
+        for W, mode in runs:
+            argv = tiny(f"{folder}/out", mode=mode, eval_steps=3)
+            finish(W, argv)
+            result = finish(W, [*argv, "--resume", "auto", "--export", f"{folder}/whole.pt"])
+            saved = torch.load(f"{folder}/whole.pt", weights_only=True)
+            assert list(saved) == ["model", "model_args", "iter_num", "best_val_loss", "config"]
+            gpt = GPT(GPTConfig(**saved["model_args"]))
+            gpt.load_state_dict(saved["model"])
+            assert train.param_sha256(gpt) == result["param_sha256"]
+            assert saved["iter_num"] == 4 and saved["config"]["mode"] == mode
+            assert saved["best_val_loss"] == result["val_loss"]
+            assert saved["model"]["lm_head.weight"] is not None and gpt.lm_head.weight is gpt.wte.weight
+        refused([*argv, "--export", f"{folder}/no/such.pt"], "no/such.pt")
+    return f"{' and '.join(mode for _, mode in runs)}: hash of the weights", 0.0
+
+
+# -------------------------------------------------------------------------------------------------
+# train.py: faults
+
+
+def full_disk():
+    """Plant, from step 3 on, a disk on which rank 1 can write 10 kB a file."""
+    import resource  # not on Windows
+
+    find_gradients = train.find_gradients
+
+    def limiting(*arguments, **options):
+        if arguments[4] + 1 == 3 and arguments[-1].rank == arguments[-1].world_size - 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        return find_gradients(*arguments, **options)
+
+    train.find_gradients = limiting
+
+
+@check([dict(W=1)])
+def failed_save_keeps_the_run():
+    """Where a checkpoint has no room, a run says so before its first step; where that comes later,
+    it goes on, with the earlier checkpoint, and ends with status 1 if the last one is missing."""
+    huge = dict(mode="zero3", n_layer=4, n_embd=2**20, n_head=2**10)  # on meta: takes no memory
+    with tempfile.TemporaryDirectory() as folder:
+        refused(tiny(folder, **huge), r"has [\d,]+ MB free, but a checkpoint takes [\d,]+", W=2)
+        assert "step" not in os.listdir(folder)
+        argv = tiny(f"{folder}/out", mode="zero2")
+        expected = finish(2, tiny(f"{folder}/whole", mode="zero2"))["param_sha256"]
+        for W in (1, 2):
+            with Launch(W, argv, plant=full_disk) as launch:
+                assert launch.wait() == [1] * W, launch.stderr()
+                lines = launch.stderr().splitlines()
+                result = json.loads(launch.stdout().splitlines()[-1].removeprefix("RESULT "))
+            told = [rf"train\.py: step {step}: no checkpoint was written.*rank {W - 1}: .*too large"
+                    for step in (3, 4)]
+            assert len(lines) == 2 and all(map(re.match, told, lines)), lines
+            assert check_all_whole(f"{folder}/out") == [1, 2]
+            assert not list(pathlib.Path(folder, "out").glob(".step*")), "remains of a failed save"
+            assert W == 1 or result["param_sha256"] == expected
+            with Launch(W, [*argv, "--resume", "auto"]) as launch:
+                assert launch.result()["param_sha256"] == result["param_sha256"]
+                assert "after step 2" in launch.stdout()
+    return "no room from the start, and from step 3 on at W = 1, 2", 0.0
+
+
+def poisoned_loss(rank):
+    """Plant a loss of nan on one rank in steps 3 and 4, whose gradients are sound."""
+    forward_backward = train.forward_backward
+
+    def poisoned(model, scaler, batches, step, config, worker):
+        losses = forward_backward(model, scaler, batches, step, config, worker)
+        if step + 1 in (3, 4) and worker.rank == rank:
+            losses[rank] = math.nan
+        return losses
+
+    train.forward_backward = poisoned
+
+
+@check([dict(W=2, mode=mode) for mode in ("naive", "ddp", "zero1", "zero3", "torch-fsdp")],
+       full=grid(W=(2, 3), mode=train.MODES[1:]))
+def bad_gradient_is_skipped_by_all(mode):
+    """A nan in one rank's gradient makes all ranks skip the step; the next one is done."""
+    run = Run(small_config(mode=mode, global_batch_size=dist.get_world_size()))
+    finish_gradients = train.finish_gradients
+
+    def poisoned(model, config, worker):
+        exposed_s = finish_gradients(model, config, worker)
+        if dist.get_rank() == 1:
+            train.local(next(model.parameters()).grad).view(-1)[0] = math.nan
+        return exposed_s
+
+    before = whole(run.model)
+    with mock.patch.object(train, "finish_gradients", poisoned):
+        assert not run.step().finite
+    same_bits(whole(run.model), before)
+    assert run.step().finite
+    after = whole(run.model)
+    assert not torch.equal(after["wte.weight"], before["wte.weight"]), "the next step did nothing"
+    views = [None] * dist.get_world_size()
+    dist.all_gather_object(views, train.param_sha256(run.model))
+    assert len(set(views)) == 1, "ranks differ"
+    return f"{mode}: parameters after a nan on rank 1", 0.0
+
+
+@check([dict(W=1)])
+def bad_steps_are_counted():
+    """Steps that are not finite are skipped, counted and logged; after --max_skipped_steps in a row
+    the run stops with one line and status 1, its last checkpoint whole."""
+    with tempfile.TemporaryDirectory() as folder:
+        plant = functools.partial(poisoned_loss, 1)
+        argv = tiny(folder, mode="ddp", max_steps=6, keep_last=9)
+        finish(2, argv, plant=plant)
+        lines = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
+        assert [line.get("skipped", False) for line in lines] == [False] * 2 + [True] * 2 + [False] * 2
+        assert lines[2]["loss"] is None and lines[1]["param_norm"] == lines[3]["param_norm"]
+        records = [train.read_record(path) for path in sorted(pathlib.Path(folder).glob("step_*"))]
+        assert [r["skipped_steps"] for r in records] == [0, 0, 1, 2, 2, 2]
+        assert [r["skipped_in_a_row"] for r in records] == [0, 0, 1, 2, 0, 0]
+        refused([*argv, "--max_skipped_steps", 2], "step 4: .* not finite in 2 steps in a row",
+                W=2, status=1, plant=plant)
+        assert check_all_whole(folder) == [1, 2, 3]
+        finish(2, [*argv, "--max_skipped_steps", 2, "--resume", "auto"])  # the data is sound now
+    return "two bad steps of six, a limit of 2 and of 20", 0.0
+
+
+def flip_a_bit(model, rank):
+    """In the last element that rank has of the first parameter."""
+    if dist.get_rank() == rank:
+        p = train.local(next(model.parameters()).detach())
+        p.view(-1)[-1:].view(torch.int32).bitwise_xor_(1 << 7)
+
+
+@check([dict(W=2, mode="ddp"), dict(W=3, mode="naive"), dict(W=2, mode="zero1"),
+        dict(W=3, mode="zero3"), dict(W=2, mode="torch-fsdp")],
+       full=grid(W=(2, 3, 4), mode=train.MODES[1:]))
+def flipped_bit_is_named(mode):
+    """A flipped bit of one rank's parameters stops all ranks, naming the parameter and the rank."""
+    W = dist.get_world_size()
+    run = Run(small_config(mode=mode, global_batch_size=W))
+    run.step()
+    left = train.checksums(run.model)
+    train.compare_parameters(run.model, left, run.config, run.worker)
+    flip_a_bit(run.model, rank=1)
+    text = (r"wte\.weight has changed on rank 1" if mode in train.STAGE else
+            r"wte\.weight .* those that agree: 0" + ", 1" * (W == 2) + r"\+2, 1" * (W == 3)
+            + r"\+2\+3, 1" * (W == 4))
+    raises(train.RunError, text, train.compare_parameters, run.model, left, run.config, run.worker)
+    return f"{mode}, one bit of rank 1", 0.0
+
+
+def flip_after_step_2():
+    """Plant a bit that flips on rank 1 between the update of step 2 and the end of step 3."""
+    forward_backward = train.forward_backward
+
+    def flipping(model, scaler, batches, step, config, worker):
+        losses = forward_backward(model, scaler, batches, step, config, worker)
+        if step + 1 == 3:
+            flip_a_bit(model, rank=1)
+        return losses
+
+    train.forward_backward = flipping
+
+
+@check([dict(W=1)])
+def check_interval_stops_the_run():
+    """--check_interval finds a flipped bit at the next comparison, whole parameters or shards, and
+    stops with one line, status 1 and no checkpoint of what it has found."""
+    with tempfile.TemporaryDirectory() as folder:
+        for mode in ("ddp", "zero2"):
+            refused(tiny(folder, mode=mode, check_interval=3), "step 3, .*: wte.weight .*", W=2,
+                    status=1, plant=flip_after_step_2)
+            assert check_all_whole(folder) == [1, 2]
+        finish(2, tiny(folder, check_interval=0), plant=flip_after_step_2)
+    return "ddp and zero2 at step 3 of 4", 0.0
+
+
+def other_tokens():
+    """Plant other data on rank 1."""
+    load_tokens = train.load_tokens
+    if os.environ["RANK"] == "1":
+        train.load_tokens = lambda *arguments: tuple(t[1:] for t in load_tokens(*arguments))
+
+
+def other_torch():
+    if os.environ["RANK"] == "1":
+        torch.__version__ = "2.11.0"
+
+
+def missing_data():
+    def load_tokens(config, tokenizer):
+        raise train.UserError("--dataset x: no such file or folder")
+
+    if os.environ["RANK"] == "1":
+        train.load_tokens = load_tokens
+
+
+def own_disk(folder):
+    """Plant a working directory of its own for each rank, and so an out_dir, if it is relative."""
+    os.makedirs(f"{folder}/{os.environ['RANK']}")
+    os.chdir(f"{folder}/{os.environ['RANK']}")
+
+
+@check([dict(W=1)])
+def ranks_agree_before_they_start():
+    """Ranks with other options, other data, another torch, or one that cannot start at all: one
+    line before the first step, naming the difference and the rank; every rank exits with 2."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = tiny(f"{folder}/0")
+        for rank_1, plant, text in (
+                (["--lr", 1], None, "ranks differ in --lr: 0.003 on rank 0, 1.0 on rank 1"),
+                (["--mode", "zero3"], None, "ranks differ in --mode: ddp on rank 0, zero3 on"),
+                (["--out_dir", f"{folder}/1"], None, "ranks differ in --out_dir"),
+                ([], other_tokens, "ranks differ in data: .* on rank 0, .* on rank 1"),
+                ([], other_torch, "ranks differ in torch: .* on rank 0, 2.11.0 on rank 1"),
+                ([], missing_data, "rank 1: --dataset x: no such file or folder")):
+            refused(lambda rank: [*argv, *(rank_1 if rank == 1 else [])], text, W=2, plant=plant)
+        refused(tiny("out"), "rank 1: --out_dir out .* need a disk that all ranks share", W=2,
+                plant=functools.partial(own_disk, folder))
+    return "options, data, torch, disk, one rank without data", 0.0
+
+
+@check([dict(W=1)])
+def kill_9_at_any_moment(kills=3):
+    """kill -9 of a rank at a random moment, in a write too: the others end at once and say where;
+    what is on disk is whole; started again, as torchrun does, the run ends on the same bits."""
+    random = np.random.default_rng(5)
+    survivors_spoke = restarts_resumed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for W, mode in ((2, "zero3"), (3, "ddp")):
+            argv = tiny(f"{folder}/{mode}", mode=mode, max_steps=12)
+            start_s = time.monotonic()
+            whole_run = finish(W, tiny(f"{folder}/whole", mode=mode, max_steps=12))
+            run_s = time.monotonic() - start_s
+            for i in range(math.ceil(kills / 2) if W == 2 else kills // 2):
+                with Launch(W, argv, restart=i) as launch:
+                    time.sleep(random.uniform(0.3, 1.0) * run_s)
+                    victim = random.integers(W)
+                    launch.processes[victim].kill()
+                    codes = launch.wait(limit_s=10)
+                    assert all(codes) or not any(codes[:victim] + codes[victim + 1:]), codes
+                    for rank in set(range(W)) - {victim}:
+                        assert "Traceback" not in launch.stderr(rank), launch.stderr(rank)
+                        lost = re.search(r"failed in step \d+, .*no word from rank", launch.stderr(rank))
+                        survivors_spoke += lost is not None
+                check_all_whole(f"{folder}/{mode}")
+            with Launch(W, argv, restart=9) as launch:
+                assert launch.result()["param_sha256"] == whole_run["param_sha256"]
+                restarts_resumed += "resumed from" in launch.stdout()
+    assert survivors_spoke and restarts_resumed, "all kills came before the first step"
+    return f"{kills} kills of zero3 at W = 2 and ddp at W = 3", 0.0
+
+
+def in_step_2(act):
+    """Plant act() on rank 1, in the middle of step 2."""
+    forward_backward = train.forward_backward
+
+    def acting(*arguments):
+        if arguments[3] + 1 == 2 and arguments[-1].rank == 1:
+            act()
+        return forward_backward(*arguments)
+
+    train.forward_backward = acting
+
+
+def raise_error():
+    raise ValueError("planted")
+
+
+def stop_self():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@check([dict(W=1, mode="zero3", ranks=2), dict(W=1, mode="ddp", ranks=3),
+        dict(W=1, mode="torch-ddp", ranks=2)],
+       full=[dict(W=1, mode=mode, ranks=W) for mode in train.MODES[1:] for W in (2, 3, 4)])
+def dead_and_hanging_ranks_are_named(mode, ranks):
+    """A rank that raises, is killed, sleeps or is stopped: all end non-zero within the timeout; the
+    others say at which step, in which exchange, and because of which rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        for act, limit_s, named in (
+                (raise_error, 5, "rank 1 failed in step 2, .*ValueError: planted"),
+                (functools.partial(os._exit, 3), 5, "no word from rank (0, )?1"),
+                (functools.partial(time.sleep, 60), 8, "no word from rank 1: dead or hanging"),
+                (stop_self, 8, "no word from rank 1: dead or hanging")):
+            argv = tiny(folder, mode=mode, timeout_s=3)
+            with Launch(ranks, argv, plant=functools.partial(in_step_2, act)) as launch:
+                launch.wait_for("step     1/")
+                start_s = time.monotonic()
+                codes = launch.wait()
+                took_s = time.monotonic() - start_s
+                text = [launch.stderr(rank) for rank in range(ranks)]
+            assert all(codes) and took_s < limit_s, (act, codes, took_s, text)
+            others = [text[rank] for rank in range(ranks) if rank != 1]
+            assert all(re.search(r"train\.py: rank \d failed in step 2, \w+", t) for t in others), text
+            assert any(re.search(named, t) for t in others), (act, others)
+            assert ("Traceback" in text[1]) == (act is raise_error), text[1]
+            assert not any("Traceback" in t for t in others), others
+    return f"{mode} at W = {ranks}: raises, dies, sleeps, is stopped", 0.0
+
+
+@check([dict(W=1)])
+def signals_end_a_run_well():
+    """SIGTERM or Ctrl-C to one rank ends all after the same step, with a checkpoint from which the
+    run goes on to the same bits, exit status 0 and one line."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = tiny(folder, mode="zero3", max_steps=5, save_interval=100)
+        expected = finish(2, tiny(f"{folder}/whole", mode="zero3", max_steps=5))["param_sha256"]
+        for number, name in ((signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C")):
+            for victim in (0, 1):
+                plant = functools.partial(signal_in_step_2, victim, number)
+                with Launch(2, argv, plant=plant) as launch:
+                    assert launch.wait() == [0, 0], launch.stderr()
+                    name = name if victim == 0 else "a signal to another rank"
+                    expected_line = f"train.py: stopped by {name} after step 3\n"
+                    assert launch.stderr() == expected_line, launch.stderr()
+                    assert not launch.stderr(1)
+                assert check_all_whole(folder) == [3]
+            assert finish(2, [*argv, "--resume", "auto"])["param_sha256"] == expected
+    return "SIGTERM and Ctrl-C to rank 0 and to rank 1", 0.0
+
+
+def signal_in_step_2(victim, number):
+    """Plant a signal to a rank, and at once another, as torchrun passes on what a terminal sent."""
+    forward_backward = train.forward_backward
+
+    def acting(*arguments):
+        if arguments[3] + 1 == 2 and arguments[-1].rank == victim:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        return forward_backward(*arguments)
+
+    train.forward_backward = acting
+
+
+def children(pid):
+    """Process ids of the ranks that a torchrun has started."""
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", "train.py"], capture_output=True, text=True)
+    return [int(child) for child in found.stdout.split()]
+
+
+@check([dict(W=1)])
+def torchrun_restarts_the_run():
+    """kill -9 of a rank under torchrun --max-restarts: it resumes by itself, without --resume, and
+    ends on the bits of an undisturbed run."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = [*map(str, tiny(f"{folder}/out", mode="zero3", max_steps=60, n_embd=64))]
+        expected = finish(2, [*argv, "--out_dir", f"{folder}/whole"])
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3",
+                   "--nproc_per_node=2", str(HERE / "train.py"), *argv]
+        with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+            while not (line := run.stdout.readline()).startswith("step     9/"):
+                assert line, run.stderr.read()
+            os.kill(children(run.pid)[-1], signal.SIGKILL)
+            stdout, stderr = run.communicate(timeout=50)
+    assert run.returncode == 0, stderr
+    resumed = re.search(r"^resumed from .*, after step (\d+)$", stdout, re.MULTILINE)
+    assert resumed and 8 <= int(resumed.group(1)) < 60, stdout
+    result = json.loads(stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert result["param_sha256"] == expected["param_sha256"]
+    return f"zero3 at W = 2, from step {resumed.group(1)} on", 0.0
+
+
+@check([dict(W=1)])
+def two_nodes_are_one_run():
+    """Two torchrun agents that meet at a c10d rendezvous end on the bits of one with two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        expected = finish(2, tiny(f"{folder}/whole", mode="zero2"))["param_sha256"]
+        with contextlib.closing(socket.create_server(("localhost", 0))) as free:
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
+                   "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}",
+                   str(HERE / "train.py"), *map(str, tiny(f"{folder}/out", mode="zero2"))]
+        agents = [subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                  for _ in range(2)]
+        try:
+            outputs = [agent.communicate(timeout=50) for agent in agents]
+        finally:
+            for agent in agents:
+                agent.kill()
+        assert [agent.returncode for agent in agents] == [0, 0], outputs
+        last = [stdout.splitlines()[-1] for stdout, _ in outputs if "RESULT" in stdout]
+        assert len(last) == 1, "rank 0 alone speaks"
+        assert json.loads(last[0].removeprefix("RESULT "))["param_sha256"] == expected
+        assert check_all_whole(f"{folder}/out") == [3, 4]
+    return "zero2, a rank on each", 0.0
 
 
 if __name__ == "__main__":
