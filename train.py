@@ -837,8 +837,9 @@ class Checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
         failure = self.worker.gather(failure)[0]
         if failure is not None:
+            free = shutil.disk_usage(self.out_dir).free
             self.log.warn(f"step {progress.step}: no checkpoint was written, earlier ones are as "
-                          f"they were: {failure}")
+                          f"they were: {failure}; {1e-6 * free:,.0f} MB are free in {self.out_dir}")
         return failure is None
 
     def _publish(self, unfinished, folder, progress):
@@ -1257,8 +1258,8 @@ def ask_peers(worker, cause):
 
 
 def kill_siblings(pids):
-    """End processes that the same torchrun has started and that hang: they may not hear its SIGTERM,
-    and it would wait 30 s for them before it ends, or starts anew."""
+    """End processes that the same torchrun has started and that hang: they may not hear its
+    SIGTERM, and it would wait 30 s for them before it ends, or starts anew."""
     for pid in pids:
         with contextlib.suppress(OSError):  # it has ended; or this is not Linux
             if f"\nPPid:\t{os.getppid()}\n" in pathlib.Path(f"/proc/{pid}/status").read_text():
@@ -1300,11 +1301,11 @@ def prepare(config, worker):
     batches, val_batches = load_batches(config, tokenizer, plain.config.block_size)
     if config.export and worker.rank == 0:
         replace_file(config.export, lambda file: None)  # refused now, not after the last step
-    facts = dict(shapes={name: list(p.shape) for name, p in plain.named_parameters()},
-                 data=fingerprint(batches.tokens), steps_per_epoch=batches.steps_per_epoch)
+    facts = dict(shapes={name: list(p.shape) for name, p in plain.named_parameters()})
     facts |= {f"--{name}": getattr(plain.config, name) for name in
               ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")}
     facts |= {f"--{name}": getattr(config, name) for name in ("seed", "global_batch_size")}
+    facts |= dict(data=fingerprint(batches.tokens), steps_per_epoch=batches.steps_per_epoch)
     return tokenizer, plain, batches, val_batches, facts
 
 
