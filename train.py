@@ -36,6 +36,7 @@ import math
 import os
 import pathlib
 import re
+import secrets
 import shutil
 import signal
 import statistics
@@ -440,6 +441,34 @@ class Worker:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes
 
 
+def meet(rank, world_size, timeout):
+    """The store that torchrun offers, under a prefix that the ranks of this start alone know.
+
+    Between restarts torchrun keeps its store (torch 2.13), and so the addresses of ranks that are
+    dead: new ranks that read these fail, or wait. So rank 0 draws a prefix, and each other rank
+    asks for it by a number drawn too: no answer to an earlier rank is taken for one's own.
+    """
+    ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=ours,
+                          timeout=timeout, wait_for_workers=False)
+    drawn, deadline = secrets.token_hex(8), time.monotonic() + timeout.total_seconds()
+    if rank > 0:
+        store.set(f"ask/{rank}", drawn)
+        prefix = store.get(f"told/{drawn}").decode()  # waits
+        store.set(f"met/{prefix}/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    missing = set(range(1, world_size))
+    while missing:
+        for peer in [peer for peer in missing if store.check([f"ask/{peer}"])]:
+            store.set(f"told/{store.get(f'ask/{peer}').decode()}", drawn)
+            if store.check([f"met/{drawn}/{peer}"]):
+                missing.remove(peer)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(missing)} has not started")
+        time.sleep(0.01)
+    return dist.PrefixStore(drawn, store)
+
+
 def start(config):
     """Choose the device and join the process group, if the mode has one. Raises UserError."""
     torch.manual_seed(config.seed)
@@ -458,9 +487,15 @@ def start(config):
         return Worker(0, 1, device)
     # NCCL refuses two ranks on one GPU; gloo does not.
     nccl = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus
-    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-    dist.init_process_group("nccl" if nccl else "gloo", **alone,
-                            timeout=datetime.timedelta(seconds=config.timeout_s))
+    timeout = datetime.timedelta(seconds=config.timeout_s)
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        store = meet(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
+        dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=rank,
+                                world_size=world_size, timeout=timeout)
+    except RuntimeError as error:
+        raise RunError(f"rank {rank} of {world_size} did not get to the others within --timeout_s "
+                       f"{config.timeout_s}: {error}") from error
     return Worker(dist.get_rank(), dist.get_world_size(), device)
 
 
@@ -874,7 +909,8 @@ class Checkpoints:
         """
         self.worker.doing = "loading a checkpoint"
         wanted, progress, kept, problems = self.config.resume, Progress(), 0, []
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0  # after a rank's death
+        # After the death of a rank; torchrun counts it on that rank's node only.
+        restarted = any(self.worker.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
         folders = self._newest_first() if wanted == "auto" or restarted else []
         folders += [] if wanted in (None, "auto") else [pathlib.Path(wanted)]
         for folder in self.worker.gather(folders)[0]:  # rank 0's view: disks of others may be late
@@ -1242,16 +1278,15 @@ def lost_peer(error):
 def ask_peers(worker, cause):
     """Leave the cause of this rank's failure in the store in which ranks met, "" if it lies with
     another -> (causes that others have left, {rank: text}; ranks that leave nothing in time)."""
-    run = f"failed/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:
         store = dist.distributed_c10d._get_default_store()
         store.set_timeout(datetime.timedelta(seconds=5))
-        store.set(f"{run}/{worker.rank}", cause)
+        store.set(f"failed/{worker.rank}", cause)
         if cause:
             return {}, []
         time.sleep(1)
-        left = [r for r in range(worker.world_size) if store.check([f"{run}/{r}"])]
-        causes = {r: store.get(f"{run}/{r}").decode() for r in left}
+        left = [r for r in range(worker.world_size) if store.check([f"failed/{r}"])]
+        causes = {r: store.get(f"failed/{r}").decode() for r in left}
         return causes, sorted(set(range(worker.world_size)) - set(left))
     except RuntimeError:  # it was in the process of rank 0, which is gone
         return {}, [0]
