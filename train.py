@@ -742,10 +742,14 @@ class Progress:
     skipped_in_a_row: int = 0  # the last ones of them
     entry: dict = field(default_factory=dict)  # what metrics.jsonl has of this step
 
-    def count(self, step, found):
+    def count(self, step, found, limit):
+        """A step is done. Raises RunError where it is one too many that had to be skipped."""
         self.step = step
         self.skipped_in_a_row = 0 if found.finite else self.skipped_in_a_row + 1
         self.skipped_steps += not found.finite
+        if self.skipped_in_a_row == limit:
+            raise RunError(f"step {step}: loss or gradients were not finite in {limit} steps in a "
+                           f"row, which were skipped: lower --lr, or look at what these steps read")
 
     def note(self, val_loss):
         if val_loss < self.best_val_loss:
@@ -870,6 +874,8 @@ class Checkpoints:
             except OSError as error:
                 failure = str(error)
             shutil.rmtree(unfinished, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the next one will try again
+                self._tidy(progress)
         failure = self.worker.gather(failure)[0]
         if failure is not None:
             free = shutil.disk_usage(self.out_dir).free
@@ -886,9 +892,14 @@ class Checkpoints:
         sync_to_disk(unfinished)
         os.rename(unfinished, folder)
         sync_to_disk(self.out_dir)
+
+    def _tidy(self, progress):
+        """Rank 0: mark the best checkpoint, remove those that are neither it nor the newest."""
+        link = self.out_dir / ".best"
         if progress.best_step == progress.step:
-            os.symlink(folder.name, self.out_dir / ".best")
-            os.replace(self.out_dir / ".best", self.out_dir / "best")
+            link.unlink(missing_ok=True)
+            link.symlink_to(f"step_{progress.step:08d}")
+            link.replace(self.out_dir / "best")
         best = (self.out_dir / "best").resolve().name
         for old in self._newest_first()[self.config.keep_last:]:
             if old.name != best:
@@ -1017,7 +1028,7 @@ def first_elements(model):
         return model.shard_starts()
     firsts = dict.fromkeys((name for name, _ in named_local(model)), 0)
     for name, p in named_local(model):
-        if isinstance(p, DTensor):  # FSDP2 shards rows
+        if isinstance(p, DTensor) and local(p).numel():  # FSDP2 shards rows
             firsts[name] = p.__create_chunk_list__()[0].offsets[0] * (p.numel() // p.size(0))
     return firsts
 
@@ -1064,13 +1075,14 @@ def checksums(model):
             for name, p in named_local(model)}
 
 
-def compare_parameters(model, left, config, worker):
+def compare_parameters(model, left, step, config, worker):
     """Raise RunError on all ranks, naming parameter and ranks, where a bit has flipped. A
     collective, of one number a parameter.
 
     Ranks that have whole parameters compare them. Of a shard there is one copy only: it has to be
     what the last update left, `left` being the checksums that it had then.
     """
+    worker.doing = f"step {step + 1}, the comparison of parameters"
     ours = checksums(model)
     if config.mode in STAGE:
         changed = [name for name in ours if left and left[name] != ours[name]]
@@ -1101,6 +1113,7 @@ def evaluate(model, batches, config, worker):
     Every rank runs as many forwards as the others, since a forward may hold collectives: what is
     too many repeats the last micro batch and does not count.
     """
+    worker.doing = "an evaluation"
     model.eval()
     n, W = min(config.eval_steps, batches.steps_per_epoch), worker.world_size
     losses = torch.zeros(n, dtype=torch.float64, device=worker.device)
@@ -1122,6 +1135,17 @@ def param_sha256(model):
     for p in full_parameters(model):
         digest.update((p.float().cpu() + 0.0).numpy().tobytes())  # + 0.0 makes -0 a 0
     return digest.hexdigest()
+
+
+def describe(model, found, progress, config, worker):
+    """What metrics.jsonl says of a step beside its durations. A collective."""
+    worker.doing = f"step {progress.step}, the norm of all parameters"
+    weights = [local(p.detach()) for p in model.parameters()]
+    param_norm = total_norm(weights, shard_group(config))
+    entry = dict(step=progress.step, loss=statistics.fmean(found.losses),
+                 lr=lr_at(progress.step - 1, config), grad_norm=found.grad_norm,
+                 param_norm=param_norm.item())
+    return entry if found.finite else dict(entry, skipped=True)
 
 
 def memory_line(model, optimizer, n_params, config, worker):
@@ -1149,15 +1173,17 @@ def memory_line(model, optimizer, n_params, config, worker):
     return f"memory per rank, MB: {', '.join(parts)}; peak {1e-6 * worker.peak_mem_bytes():.0f}"
 
 
-def sample(model, tokenizer, config, worker):
+def sample(model, tokenizer, progress, config, worker):
     """Text with which the plain model continues a line break, alike on all ranks. A collective."""
+    if not math.isfinite(progress.entry["param_norm"] or math.nan):
+        return "no sample: the weights are not finite, see where the loss went"
     generator = torch.Generator(worker.device).manual_seed(config.seed)
     idx = torch.tensor([tokenizer.encode("\n")], device=worker.device)
     model.eval()
     # Eager, since compiling for every length would take longer than the run.
     with autocast(config, worker), torch.compiler.set_stance("force_eager"):
         idx = model.generate(idx, config.sample_tokens, temperature=0.8, generator=generator)
-    return tokenizer.decode(idx[0].tolist())
+    return "sample:" + tokenizer.decode(idx[0].tolist())
 
 
 def finite(entry):
@@ -1171,6 +1197,7 @@ class Log:
 
     def __init__(self, config, worker, model):
         self.config, self.worker = config, worker
+        self.n_params = sum(p.numel() for p in model.parameters())
         self.flops_per_token = model.flops_per_token()
         self.tokens_per_step = config.global_batch_size * model.config.block_size
         cuda = worker.device.type == "cuda"
@@ -1187,8 +1214,14 @@ class Log:
         if self.worker.rank == 0:
             print(f"train.py: {text}", file=sys.stderr, flush=True)
 
-    def start(self, entry):
-        """Go on after a step, of which this is the entry: cut metrics.jsonl back to there."""
+    def start(self, batches):
+        self.say(f"{self.n_params:,} parameters | {len(batches.tokens):,} training tokens, "
+                 f"{self.tokens_per_step:,} a step, {batches.steps_per_epoch:,} steps an epoch | "
+                 f"mode {self.config.mode}, world size {self.worker.world_size}, "
+                 f"{self.device_name}, {self.config.dtype}")
+
+    def cut_back(self, entry):
+        """Go on after the step of which this is the entry, also in metrics.jsonl."""
         self.last = entry
         if self.worker.rank > 0:
             return
@@ -1228,14 +1261,17 @@ class Log:
                 f"{e['tokens_per_sec']:,.0f} tokens/s | mfu {mfu} | "
                 f"{e['mem_bytes'] / 1e9:.2f} GB | {left // 60}m{left % 60:02d}s left{val}")
 
-    def result(self, param_sha256, peak_mem_bytes):
+    def result(self, param_sha256):
         """Print the RESULT line. Its times are medians over steps: the first ones warm up. They are
-        null where a finished run was resumed."""
+        null where a finished run was resumed. A collective."""
+        peak_mem_bytes = torch.tensor(self.worker.peak_mem_bytes(), device=self.worker.device)
+        self.worker.reduce(peak_mem_bytes, dist.ReduceOp.MAX)
         step_s = statistics.median(self.step_s) if self.step_s else math.nan
         result = dict(mode=self.config.mode, world_size=self.worker.world_size,
                       steps=self.last["step"], train_loss=self.last["loss"],
                       val_loss=self.last.get("val_loss"), step_ms=1e3 * step_s,
-                      tokens_per_sec=self.tokens_per_step / step_s, peak_mem_bytes=peak_mem_bytes,
+                      tokens_per_sec=self.tokens_per_step / step_s,
+                      peak_mem_bytes=peak_mem_bytes.item(),
                       param_sha256=param_sha256, threads=self.config.threads)
         self.say("RESULT " + json.dumps(finite(result)))
 
@@ -1391,15 +1427,10 @@ def train(config, worker):
     # 1) plain model and data, the same on every rank
     tokenizer, plain, batches, val_batches, facts = worker.together(prepare, config, worker)
     check_agreement(config, worker, facts)
-    worker.pids = worker.gather(os.getpid())
     log = Log(config, worker, plain)
-    n_params = sum(p.numel() for p in plain.parameters())
     if config.save_interval:
-        check_out_dir(config, worker, n_params)
-    log.say(f"{n_params:,} parameters | {len(batches.tokens):,} training tokens, "
-            f"{log.tokens_per_step:,} a step, {batches.steps_per_epoch:,} steps an epoch | "
-            f"mode {config.mode}, world size {worker.world_size}, {log.device_name}, "
-            f"{config.dtype}")
+        check_out_dir(config, worker, log.n_params)
+    log.start(batches)
 
     # 2) the model as its mode wants it, then the optimizer over the parameters that this leaves
     model = wrap(plain, config, worker)
@@ -1408,7 +1439,7 @@ def train(config, worker):
     # 3) where an earlier run was left
     checkpoints = Checkpoints(config, worker, log, model, optimizer, scaler, facts)
     progress = checkpoints.resume()
-    worker.together(log.start, progress.entry)
+    worker.together(log.cut_back, progress.entry)
 
     first, left, saved, signals = progress.step, None, True, StopSignals()
     for step in range(first, config.max_steps):
@@ -1417,39 +1448,23 @@ def train(config, worker):
         found = find_gradients(model, optimizer, scaler, batches, step, config, worker,
                                stop=signals.name is not None)
         if due(step + 1, config.check_interval):
-            worker.doing = f"step {step + 1}, the comparison of parameters"
-            compare_parameters(model, left, config, worker)
+            compare_parameters(model, left, step, config, worker)
 
         # update the weights
         update(optimizer, scaler, step, config, found)
         left = checksums(model) if due(step + 2, config.check_interval) else None
-        progress.count(step + 1, found)
-
-        # measure
-        worker.doing = f"step {step + 1}, the norm of all parameters"
-        weights = [local(p.detach()) for p in model.parameters()]
-        param_norm = total_norm(weights, shard_group(config))
-        entry = dict(step=step + 1, loss=statistics.fmean(found.losses), lr=lr_at(step, config),
-                     grad_norm=found.grad_norm, param_norm=param_norm.item())
+        progress.count(step + 1, found, config.max_skipped_steps)
+        entry = describe(model, found, progress, config, worker)
         step_s = time.perf_counter() - start_s
 
         # evaluate, on all ranks; log, on rank 0
         if val_batches and due(step + 1, config.eval_interval, config.max_steps):
-            worker.doing = f"step {step + 1}, the evaluation"
             entry["val_loss"] = evaluate(model, val_batches, config, worker)
             progress.note(entry["val_loss"])
-        if progress.skipped_in_a_row:
-            entry["skipped"] = True
         log.step(entry, step_s, found.exposed_s)
         progress.entry = log.last
         if step == first:
-            log.say(memory_line(model, optimizer, n_params, config, worker))
-
-        # stop where this leads nowhere
-        if progress.skipped_in_a_row == config.max_skipped_steps:
-            raise RunError(f"step {step + 1}: loss or gradients were not finite in "
-                           f"{config.max_skipped_steps} steps in a row, all of them skipped: lower "
-                           f"--lr, or look at what these steps read")
+            log.say(memory_line(model, optimizer, log.n_params, config, worker))
 
         # write a checkpoint, on all ranks; stop where one of them was told to
         if config.save_interval and (due(step + 1, config.save_interval, config.max_steps)
@@ -1461,15 +1476,11 @@ def train(config, worker):
             return 0 if saved else 1
 
     worker.doing = "the end of the run"
-    if config.sample_tokens and math.isfinite(progress.entry["param_norm"] or math.nan):
-        log.say("sample:" + sample(plain, tokenizer, config, worker))
-    elif config.sample_tokens:
-        log.say("no sample: the weights are not finite, see where the loss went")
+    if config.sample_tokens:
+        log.say(sample(plain, tokenizer, progress, config, worker))
     if config.export:
         worker.together(export, model, progress, config, plain.config, worker)
-        log.say(f"exported to {config.export}")
-    peak_mem_bytes = torch.tensor(worker.peak_mem_bytes(), device=worker.device)
-    log.result(param_sha256(model), worker.reduce(peak_mem_bytes, dist.ReduceOp.MAX).item())
+    log.result(param_sha256(model))
     return 0 if saved else 1
 
 

@@ -691,9 +691,8 @@ class Zero(Reducer):
                 yield f"{prefix}.{name}" if prefix else name, self._bucket_of[p].shards[p]
 
     def shard_starts(self):
-        """{original name: where this rank's shard begins in the parameter, in elements, in its order
-        of memory}: with `named_parameters()` all that a checkpoint needs to be read at another
-        world size."""
+        """{original name: where this rank's shard begins in the parameter, in elements, in order of
+        memory}: beside `named_parameters()` all that it takes to load at another world size."""
         return {name: self._bucket_of[p].part(p)[0] for p, name in self._name_of.items()}
 
     def clip_grad_norm_(self, max_norm):
