@@ -8,6 +8,7 @@
     torchrun --nproc_per_node=2 train.py --mode torch-fsdp
     python train.py --dataset shakespeare.txt --max_steps 2000  # a text file
     python train.py --dataset data/openwebtext --tokenizer gpt2 --model gpt2 --lr 6e-4
+    torchrun --nproc_per_node=4 --max-restarts=3 train.py --mode zero3 --resume auto
 
 Replaces a trainer framework by one loop that a person can follow: data, model, wrapper, optimizer,
 then a few paragraphs a step. Modes differ in `wrap` and in one line after the backward.
@@ -17,10 +18,11 @@ alone and is dealt out to ranks micro-step by micro-step, so that 1, 2 or 4 rank
 samples in the same order and, in fp32 on CPU, end on the same bits. What is logged is the mean over
 all ranks, and every decision is taken from numbers that all ranks share.
 
-Output: a line per step, out_dir/metrics.jsonl, and as the last line of stdout `RESULT {json}`; its
-param_sha256 is equal for runs that ended on the same bits.
+Output: a line per step, out_dir/metrics.jsonl, checkpoints that any mode at any world size goes on
+from, and as the last line of stdout `RESULT {json}`; its param_sha256 is equal for runs that ended
+on the same bits. A rank that dies ends all; torchrun starts them anew from the last checkpoint.
 
-Cost: one small all-reduce a step for the losses, one norm over the parameters for the log.
+Cost: one small all-reduce a step for losses and flags, one norm over the parameters for the log.
 """
 
 import argparse
