@@ -773,11 +773,16 @@ def sync_to_disk(path):
 
 def replace_file(path, write):
     """Call write(file) on a new file that then takes the place of path: whole or not at all."""
-    unfinished = pathlib.Path(f"{path}.unfinished")
-    with open(unfinished, "wb") as file:
-        write(file)
-    sync_to_disk(unfinished)
-    os.replace(unfinished, path)
+    unfinished = f"{path}.unfinished"
+    try:
+        with open(unfinished, "wb") as file:
+            write(file)
+        sync_to_disk(unfinished)
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(unfinished)
+        raise
 
 
 def read_record(folder):
@@ -1372,8 +1377,11 @@ def prepare(config, worker):
     tokenizer = load_tokenizer(config.tokenizer)
     plain = build_model(config, tokenizer)
     batches, val_batches = load_batches(config, tokenizer, plain.config.block_size)
-    if config.export and worker.rank == 0:
-        replace_file(config.export, lambda file: None)  # refused now, not after the last step
+    if config.export and worker.rank == 0:  # refused now, not after the last step
+        if os.path.isdir(config.export):
+            raise UserError(f"--export {config.export} is a folder: give a file")
+        replace_file(f"{config.export}.probe", lambda file: None)
+        os.remove(f"{config.export}.probe")
     facts = dict(shapes={name: list(p.shape) for name, p in plain.named_parameters()})
     facts |= {f"--{name}": getattr(plain.config, name) for name in
               ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")}

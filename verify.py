@@ -3126,6 +3126,8 @@ def damaged_checkpoints_are_named():
         key, record = "optimizer.exp_avg.wte.weight", train.RECORD
         place = next(place for index, place in slices.items() if index.fqn == key)
         data = place.relative_path
+        after = next((index.fqn, other) for index, other in slices.items() if other.offset ==
+                     place.offset + place.length and other.relative_path == data)
 
         def flip(path, at):
             content = bytearray(path.read_bytes())
@@ -3135,6 +3137,8 @@ def damaged_checkpoints_are_named():
         middle, end = place.offset + place.length // 2, place.offset + place.length
         cases = [  # which file, what happens to it, what the line must say
             (data, lambda path: flip(path, middle), f"{data} is truncated or damaged: see {key}"),
+            (data, lambda path: flip(path, after[1].offset + after[1].length // 2),
+             f"{data} is truncated or damaged: see {after[0]}"),
             (data, lambda path: os.truncate(path, end - 100), f"{data} is truncated .* see {key}"),
             (data, lambda path: os.truncate(path, 0), f"{data} is truncated or damaged: see "),
             (data, os.remove, f"No such file.*{data}"),
@@ -3250,6 +3254,12 @@ def exported_model_is_plain(runs):
             assert saved["best_val_loss"] == result["val_loss"]
             assert gpt.lm_head.weight is gpt.wte.weight
         refused([*argv, "--export", f"{folder}/no/such.pt"], "no/such.pt")
+        refused([*argv, "--export", folder], "is a folder")
+        before = pathlib.Path(folder, "whole.pt").read_bytes()
+        stopped = functools.partial(stop_after, 2)
+        with Launch(1, [*argv, "--export", f"{folder}/whole.pt"], plant=stopped) as launch:
+            assert launch.wait() == [0] and "stopped by" in launch.stderr()
+        assert pathlib.Path(folder, "whole.pt").read_bytes() == before, "lost before its time"
     return f"{' and '.join(mode for _, mode in runs)}: hash of the weights", 0.0
 
 
