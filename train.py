@@ -31,7 +31,6 @@ import datetime
 import gc
 import hashlib
 import inspect
-import io
 import itertools
 import json
 import math
@@ -41,6 +40,7 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import statistics
 import sys
 import sysconfig
@@ -48,7 +48,7 @@ import time
 import traceback
 import typing
 import warnings
-import zipfile
+import zlib
 from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
@@ -749,7 +749,7 @@ class Progress:
         self.step = step
         self.skipped_in_a_row = 0 if found.finite else self.skipped_in_a_row + 1
         self.skipped_steps += not found.finite
-        if self.skipped_in_a_row == limit:
+        if self.skipped_in_a_row >= limit:
             raise RunError(f"step {step}: loss or gradients were not finite in {limit} steps in a "
                            f"row, which were skipped: lower --lr, or look at what these steps read")
 
@@ -787,12 +787,17 @@ def replace_file(path, write):
 
 def read_record(folder):
     """The checked checkpoint.json of a checkpoint. Raises UserError naming the damaged file."""
+    if not folder.is_dir():
+        raise UserError(f"--resume {folder}: there is no such folder")
+    if any(folder.glob("step_*")):
+        raise UserError(f"--resume {folder} has checkpoints in it: give one of them, or --resume "
+                        f"auto with this as --out_dir")
     try:
         record = json.loads((folder / RECORD).read_bytes())
         if record["sha256"] != sha256(record):
             raise ValueError
     except FileNotFoundError:
-        raise UserError(f"{folder / RECORD} is missing: this is no complete checkpoint") from None
+        raise UserError(f"{folder / RECORD} is missing: this is no checkpoint") from None
     except (ValueError, TypeError, LookupError):
         raise UserError(f"{folder / RECORD} is damaged") from None
     # Before anybody unpickles it.
@@ -801,24 +806,19 @@ def read_record(folder):
     return record
 
 
-def check_slices(folder, slices):
-    """Read slices, [(MetadataIndex, its place)]. Raises UserError naming a damaged one.
+def in_order(metadata):
+    """[(key, its file, first byte, number of bytes)] of all slices in a checkpoint."""
+    places = [(index.fqn, place.relative_path, place.offset, place.length)
+              for index, place in metadata.storage_data.items()]
+    return sorted(places, key=lambda place: place[1:])
 
-    Each is a file of torch.save, that is, a zip archive, which has a CRC-32 of all in it.
-    """
-    for index, place in slices:
-        path = folder / place.relative_path
-        try:
-            with open(path, "rb") as file:
-                file.seek(place.offset)
-                content = io.BytesIO(file.read(place.length))
-            damaged = zipfile.ZipFile(content).testzip()
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # whatever damage can make of an archive
-            damaged = type(error).__name__
-        if damaged:
-            raise UserError(f"{path} is truncated or damaged: see {index.fqn} ({damaged})")
+
+def crc32(folder, place):
+    """Of the bytes of a slice as they are on disk, and so of the archive around it."""
+    _, name, offset, length = place
+    with open(folder / name, "rb") as file:
+        file.seek(offset)
+        return zlib.crc32(file.read(length))
 
 
 class Checkpoints:
@@ -869,30 +869,38 @@ class Checkpoints:
         self.worker.doing = f"step {progress.step}, its checkpoint"
         folder = self.out_dir / f"step_{progress.step:08d}"
         unfinished = self.out_dir / f".{folder.name}.unfinished"
-        failure = None
         try:
-            quietly(dcp.save, self.tensors(), storage_writer=FileSystemWriter(unfinished))
-        except dcp.CheckpointException as error:
-            failure = reason(error)
-        if self.worker.rank == 0:
-            try:
-                if failure is None:
-                    self._publish(unfinished, folder, progress)
-            except OSError as error:
-                failure = str(error)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            with contextlib.suppress(OSError):  # the next one will try again
-                self._tidy(progress)
-        failure = self.worker.gather(failure)[0]
-        if failure is not None:
-            free = shutil.disk_usage(self.out_dir).free
+            self._write(unfinished)
+            self.worker.together(self._publish, unfinished, folder, progress)
+            return True
+        except UserError as failure:
             self.log.warn(f"step {progress.step}: no checkpoint was written, earlier ones are as "
-                          f"they were: {failure}; {1e-6 * free:,.0f} MB are free in {self.out_dir}")
-        return failure is None
+                          f"they were: {failure} (is the disk full, or gone?)")
+            return False
+        finally:
+            if self.worker.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                with contextlib.suppress(OSError):  # the next one will try again
+                    self._tidy(progress)
+
+    def _write(self, unfinished):
+        """All ranks: write, each its part; then read it again, which gives the checksums."""
+        try:
+            metadata = quietly(dcp.save, self.tensors(),
+                               storage_writer=FileSystemWriter(unfinished))
+        except dcp.CheckpointException as error:
+            raise UserError(reason(error)) from error
+        slices, own = in_order(metadata), f"__{self.worker.rank}_"  # beginning of its files' names
+        sums = self.worker.together(lambda: {i: crc32(unfinished, place) for i, place in
+                                             enumerate(slices) if place[1].startswith(own)})
+        of_all = {i: crc for sums in self.worker.gather(sums) for i, crc in sums.items()}
+        self.sums = [of_all[i] for i in range(len(slices))]
 
     def _publish(self, unfinished, folder, progress):
         """Rank 0: everything is on disk; give it its name, which makes it count."""
-        record = self.record(progress)
+        if self.worker.rank > 0:
+            return
+        record = dict(self.record(progress), crc32=self.sums)
         record["metadata"] = hashlib.sha256((unfinished / ".metadata").read_bytes()).hexdigest()
         text = json.dumps(dict(record, sha256=sha256(record)), indent=1)
         replace_file(unfinished / RECORD, lambda file: file.write(text.encode()))
@@ -926,10 +934,9 @@ class Checkpoints:
         Raises UserError where it cannot be used; under auto, where there are some and none can.
         """
         self.worker.doing = "loading a checkpoint"
-        wanted, progress, kept, problems = self.config.resume, Progress(), 0, []
-        # After the death of a rank; torchrun counts it on that rank's node only.
-        restarted = any(self.worker.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))))
-        folders = self._newest_first() if wanted == "auto" or restarted else []
+        wanted, progress, own_step, problems = self.config.resume, Progress(), 0, []
+        again = self._has_begun()
+        folders = self._newest_first() if wanted == "auto" or again else []
         folders += [] if wanted in (None, "auto") else [pathlib.Path(wanted)]
         for folder in self.worker.gather(folders)[0]:  # rank 0's view: disks of others may be late
             try:
@@ -937,7 +944,8 @@ class Checkpoints:
             except UserError as problem:
                 problems.append(str(problem))
                 continue
-            kept = progress.step if folder.resolve().parent == self.out_dir.resolve() else 0
+            if folder.resolve().parent == self.out_dir.resolve():
+                own_step = progress.step  # until then out_dir has the past of this run
             break
         if problems and not progress.step:
             raise UserError(problems[0] if len(problems) == 1 else f"none of {len(problems)} "
@@ -949,10 +957,25 @@ class Checkpoints:
                             f"{progress.step} steps of the checkpoint {folder}")
         if progress.step:
             self.log.say(f"resumed from {folder}, after step {progress.step}")
-        elif wanted or restarted:
+        elif wanted or again:
             self.log.say(f"no checkpoint in {self.out_dir}: starting with step 1")
-        self.worker.together(self._set_aside, kept)
+        self.worker.together(self._set_aside, own_step)
+        self.worker.together(self.log.cut_back, own_step)
+        self.log.last = progress.entry
         return progress
+
+    def _has_begun(self):
+        """Whether a torchrun that is still there has begun this run before, and starts it again
+        after a rank's death: then out_dir has its checkpoints, whatever --resume says.
+
+        torchrun counts restarts, but not all of them, and not on all nodes; and a rank may die
+        before the checkpoints of an earlier run are out of the way.
+        """
+        launchers = [launcher for launcher in self.worker.gather(launched_by()) if launcher]
+        begun = self.out_dir / ".begun"
+        known = self.worker.together(lambda: begun.read_text() if begun.exists() else "")
+        self.launchers = "\n".join(dict.fromkeys(launchers))
+        return any(self.worker.gather(bool(set(launchers) & set(known.splitlines()))))
 
     def _load(self, folder):
         """Read a checkpoint that is whole and fits -> Progress. Raises UserError on all ranks."""
@@ -994,9 +1017,10 @@ class Checkpoints:
                 raise UserError(f"{path} is of another run: {name} was "
                                 f"{record['facts'].get(name)}, and is {value}")
         metadata = FileSystemReader(folder).read_metadata()
-        slices = sorted(metadata.storage_data.items(),
-                        key=lambda item: (item[1].relative_path, item[1].offset))
-        check_slices(folder, slices[self.worker.rank::self.worker.world_size])
+        slices = list(zip(in_order(metadata), record["crc32"], strict=True))
+        for place, expected in slices[self.worker.rank::self.worker.world_size]:
+            if crc32(folder, place) != expected:
+                raise UserError(f"{folder / place[1]} is truncated or damaged: see {place[0]}")
         return record, metadata
 
     def _set_aside(self, step):
@@ -1006,6 +1030,10 @@ class Checkpoints:
             return
         for hidden in self.out_dir.glob(".step_*"):  # a run was killed in `save`
             shutil.rmtree(hidden)
+        self._move_aside(step)
+        replace_file(self.out_dir / ".begun", lambda file: file.write(self.launchers.encode()))
+
+    def _move_aside(self, step):
         ahead = [path for path in self._newest_first() if int(path.name[5:]) > step]
         if not ahead:
             return
@@ -1021,6 +1049,16 @@ class Checkpoints:
             path.rename(aside / path.name)
         self.log.say(f"{len(ahead)} earlier checkpoint{'s' * (len(ahead) > 1)} of steps after "
                      f"{step} moved to {aside}")
+
+
+def launched_by():
+    """The torchrun process that has started this rank, told from any other; None if none has."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    pid, started = os.getppid(), ""
+    with contextlib.suppress(OSError):  # not Linux: the number has to do
+        started = pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} on {socket.gethostname()}: {pid} {started}"
 
 
 def named_local(model):
@@ -1082,17 +1120,17 @@ def checksums(model):
             for name, p in named_local(model)}
 
 
-def compare_parameters(model, left, step, config, worker):
+def compare_parameters(model, sums, step, config, worker):
     """Raise RunError on all ranks, naming parameter and ranks, where a bit has flipped. A
     collective, of one number a parameter.
 
     Ranks that have whole parameters compare them. Of a shard there is one copy only: it has to be
-    what the last update left, `left` being the checksums that it had then.
+    what the update before has left, `sums` being the checksums that it had then.
     """
     worker.doing = f"step {step + 1}, the comparison of parameters"
     ours = checksums(model)
     if config.mode in STAGE:
-        changed = [name for name in ours if left and left[name] != ours[name]]
+        changed = [name for name in ours if sums and sums[name] != ours[name]]
         for rank, names in enumerate(worker.gather(changed)):
             if names:
                 raise RunError(f"{worker.doing}: {names[0]} has changed on rank {rank} since its "
@@ -1227,18 +1265,18 @@ class Log:
                  f"mode {self.config.mode}, world size {self.worker.world_size}, "
                  f"{self.device_name}, {self.config.dtype}")
 
-    def cut_back(self, entry):
-        """Go on after the step of which this is the entry, also in metrics.jsonl."""
-        self.last = entry
+    def cut_back(self, step):
+        """Rank 0: keep the lines of metrics.jsonl up to a step, and open it for those that follow.
+        What cannot be read goes: a run that was killed leaves a torn line."""
         if self.worker.rank > 0:
             return
         path, kept = pathlib.Path(self.config.out_dir) / "metrics.jsonl", []
-        with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError):
-            for line in path.read_text().splitlines(keepends=True):  # the last one may be torn
-                if json.loads(line)["step"] > entry.get("step", 0):
-                    break
-                kept.append(line)
-        replace_file(path, lambda file: file.write("".join(kept).encode()))
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        for line in lines:
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+        replace_file(path, lambda file: file.write(b"".join(kept)))
         self.metrics = open(path, "a", buffering=1)
 
     def step(self, entry, step_s, exposed_s):
@@ -1394,6 +1432,7 @@ def check_agreement(config, worker, facts):
     """Raise UserError on all ranks, naming the first difference, where they would train unlike."""
     ours = {f"--{name}": value for name, value in vars(config).items()}
     ours |= {"data": facts["data"], "torch": torch.__version__, "numpy": np.__version__}
+    worker.pids = worker.gather(os.getpid())
     views = worker.gather(ours)
     for rank, view in enumerate(views):
         for name, value in views[0].items():
@@ -1449,20 +1488,20 @@ def train(config, worker):
     # 3) where an earlier run was left
     checkpoints = Checkpoints(config, worker, log, model, optimizer, scaler, facts)
     progress = checkpoints.resume()
-    worker.together(log.cut_back, progress.entry)
 
-    first, left, saved, signals = progress.step, None, True, StopSignals()
+    first, sums, saved, signals = progress.step, None, True, StopSignals()
     for step in range(first, config.max_steps):
         # find the gradients, and whether all is well
         start_s = time.perf_counter()
         found = find_gradients(model, optimizer, scaler, batches, step, config, worker,
                                stop=signals.name is not None)
         if due(step + 1, config.check_interval):
-            compare_parameters(model, left, step, config, worker)
+            compare_parameters(model, sums, step, config, worker)
 
         # update the weights
         update(optimizer, scaler, step, config, found)
-        left = checksums(model) if due(step + 2, config.check_interval) else None
+        # for the comparison in the next step, before its update
+        sums = checksums(model) if due(step + 2, config.check_interval) else None
         progress.count(step + 1, found, config.max_skipped_steps)
         entry = describe(model, found, progress, config, worker)
         step_s = time.perf_counter() - start_s

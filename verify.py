@@ -341,18 +341,16 @@ class Launch:
     are forked from the server, which takes a tenth of torchrun's time.
 
     argv: flags of all ranks, or a function from rank to flags. plant: called on every rank before
-    train.py is, to plant a fault. restart: how often torchrun has restarted them, so to say.
+    train.py is, to plant a fault. TORCHELASTIC_RUN_ID: of the torchrun that starts them again.
     """
 
-    def __init__(self, W, argv, plant=None, restart=0, **environment):
+    def __init__(self, W, argv, plant=None, **environment):
         self.W, self.folder, self.processes = W, pathlib.Path(tempfile.mkdtemp()), []
         if W > 1:
             self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             environment |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(self.store.port),
                                 TORCHELASTIC_USE_AGENT_STORE="True", WORLD_SIZE=str(W),
                                 LOCAL_WORLD_SIZE=str(W))
-        if restart:
-            environment["TORCHELASTIC_RESTART_COUNT"] = str(restart)
         for rank in range(W):
             own = dict(RANK=str(rank), LOCAL_RANK=str(rank)) if W > 1 else {}
             (self.folder / str(rank)).mkdir()
@@ -2986,7 +2984,8 @@ def check_all_whole(folder):
     steps = []
     for path in sorted(pathlib.Path(folder).glob("step_*")):
         record = train.read_record(path)
-        train.check_slices(path, dcp.FileSystemReader(path).read_metadata().storage_data.items())
+        places = train.in_order(dcp.FileSystemReader(path).read_metadata())
+        assert record["crc32"] == [train.crc32(path, place) for place in places], path
         steps.append(record["step"])
     return steps
 
@@ -3134,6 +3133,10 @@ def damaged_checkpoints_are_named():
             content[at] ^= 4
             path.write_bytes(content)
 
+        def flip_in_archive(path):  # no CRC of zip's covers it, but torch reads other values
+            header = path.read_bytes().index(b"PK\x01\x02", place.offset)
+            flip(path, header + 38)
+
         middle, end = place.offset + place.length // 2, place.offset + place.length
         cases = [  # which file, what happens to it, what the line must say
             (data, lambda path: flip(path, middle), f"{data} is truncated or damaged: see {key}"),
@@ -3141,6 +3144,7 @@ def damaged_checkpoints_are_named():
              f"{data} is truncated or damaged: see {after[0]}"),
             (data, lambda path: os.truncate(path, end - 100), f"{data} is truncated .* see {key}"),
             (data, lambda path: os.truncate(path, 0), f"{data} is truncated or damaged: see "),
+            (data, flip_in_archive, f"{data} is truncated or damaged: see "),
             (data, os.remove, f"No such file.*{data}"),
             (".metadata", lambda path: flip(path, 100), ".metadata is damaged"),
             (".metadata", os.remove, f"No such file.*.metadata"),
@@ -3184,9 +3188,10 @@ def foreign_checkpoints_are_refused():
                  ("--block_size 8", "--block_size was 16"),
                  ("--global_batch_size 8", "--global_batch_size was 4"),
                  (f"--dataset {HERE / 'train.py'}", "data was .* tokens with hash"),
-                 ("--resume nowhere", "nowhere/checkpoint.json is missing"),
-                 (f"--resume {folder}", "checkpoint.json is missing"),
-                 (f"--resume {HERE / 'train.py'}", "train.py"))
+                 ("--resume nowhere", "nowhere: there is no such folder"),
+                 (f"--resume {folder}", "has checkpoints in it: give one of them"),
+                 (f"--resume {HERE}", "checkpoint.json is missing"),
+                 (f"--resume {HERE / 'train.py'}", "there is no such folder"))
         on_both_cores(lambda flags, text: refused([*argv, *flags.split()], text), *zip(*cases))
         finish(1, [*tiny(folder, n_layer=2, max_steps=1)])
         refused(argv, r"blocks\.1\.attn_norm\.weight is \[16\], here missing")
@@ -3217,8 +3222,9 @@ def checkpoints_are_kept_and_removed():
         record = train.read_record(folder / "best")
         assert record["best_val_loss"] == min(losses) and record["best_step"] == best
 
-        with open(folder / "metrics.jsonl", "a") as file:
-            file.write('{"step": 7, "lo')  # as a run that was killed leaves it
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        torn = "".join(lines[:5]) + '{"step": 6, "lo'  # as a run that was killed leaves it
+        (folder / "metrics.jsonl").write_text(torn)
         (folder / ".step_00000007.unfinished").mkdir()
         finish(1, [*argv, "--resume", folder / "step_00000005"])
         assert check_all_whole(folder) == [best, 5, 6] and steps_logged() == list(range(1, 7))
@@ -3296,7 +3302,7 @@ def failed_save_keeps_the_run():
                 assert launch.wait() == [1] * W, launch.stderr()
                 lines = launch.stderr().splitlines()
                 result = json.loads(launch.stdout().splitlines()[-1].removeprefix("RESULT "))
-            told = [rf"train\.py: step {step}: no checkpoint was written.* rank {W - 1}: .* MB are "
+            told = [rf"train\.py: step {step}: no checkpoint was written.* rank {W - 1}: .*disk full"
                     for step in (3, 4)]
             assert len(lines) == 2 and all(map(re.match, told, lines)), lines
             assert check_all_whole(f"{folder}/out") == [1, 2]
@@ -3364,7 +3370,9 @@ def bad_steps_are_counted():
         refused([*argv, "--max_skipped_steps", 2], "step 4: .* not finite in 2 steps in a row",
                 W=2, status=1, plant=plant)
         assert check_all_whole(folder) == [1, 2, 3]
-        finish(2, [*argv, "--max_skipped_steps", 2, "--resume", "auto"])  # the data is sound now
+        argv += ["--max_skipped_steps", 2, "--resume", "auto"]
+        refused(argv, "step 4: ", W=2, status=1, plant=plant)  # step 3 counts, though not run again
+        finish(2, argv)  # the data is sound now
     return "two bad steps of six, a limit of 2 and of 20", 0.0
 
 
@@ -3477,7 +3485,7 @@ def kill_9_at_any_moment(kills=3):
             whole_run = finish(W, [*argv, "--out_dir", f"{folder}/whole"])
             run_s = time.monotonic() - start_s
             for i in range(math.ceil(kills / 2) if W == 2 else kills // 2):
-                with Launch(W, argv, restart=i) as launch:
+                with Launch(W, argv, TORCHELASTIC_RUN_ID=folder) as launch:
                     time.sleep(random.uniform(0.3, 1.0) * run_s)
                     victim = random.integers(W)
                     launch.processes[victim].kill()
@@ -3488,7 +3496,7 @@ def kill_9_at_any_moment(kills=3):
                         survivors_spoke += bool(re.search(
                             r"failed in step \d+, .*no word from rank", launch.stderr(rank)))
                 check_all_whole(f"{folder}/{mode}")
-            with Launch(W, argv, restart=9) as launch:
+            with Launch(W, argv, TORCHELASTIC_RUN_ID=folder) as launch:
                 assert launch.result()["param_sha256"] == whole_run["param_sha256"]
                 restarts_resumed += "resumed from" in launch.stdout()
     assert survivors_spoke and restarts_resumed, "all kills came before the first step"
@@ -3536,7 +3544,8 @@ def dead_and_hanging_ranks_are_named(mode, ranks):
             text = [launch.stderr(rank) for rank in range(ranks)]
         assert all(codes) and took_s < limit_s, (act, codes, took_s, text)
         others = text[:1] + text[2:]
-        assert all(re.search(r"train\.py: rank \d failed in step 2, \w+", t) for t in others), text
+        assert all(re.search(r"train\.py: rank \d failed in step 2, \w+", t) for t in others), (
+            act, codes, text)
         assert any(re.search(named, t) for t in others), (act, others)
         assert ("Traceback" in text[1]) == (act is raise_error), text[1]
         assert not any("Traceback" in t for t in others), others
