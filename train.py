@@ -870,8 +870,8 @@ class Checkpoints:
         folder = self.out_dir / f"step_{progress.step:08d}"
         unfinished = self.out_dir / f".{folder.name}.unfinished"
         try:
-            self._write(unfinished)
-            self.worker.together(self._publish, unfinished, folder, progress)
+            sums = self._write(unfinished)
+            self.worker.together(self._publish, unfinished, folder, progress, sums)
             return True
         except UserError as failure:
             self.log.warn(f"step {progress.step}: no checkpoint was written, earlier ones are as "
@@ -884,7 +884,7 @@ class Checkpoints:
                     self._tidy(progress)
 
     def _write(self, unfinished):
-        """All ranks: write, each its part; then read it again, which gives the checksums."""
+        """Write, each rank its part, and read it again -> checksums of all slices, in order."""
         try:
             metadata = quietly(dcp.save, self.tensors(),
                                storage_writer=FileSystemWriter(unfinished))
@@ -894,13 +894,13 @@ class Checkpoints:
         sums = self.worker.together(lambda: {i: crc32(unfinished, place) for i, place in
                                              enumerate(slices) if place[1].startswith(own)})
         of_all = {i: crc for sums in self.worker.gather(sums) for i, crc in sums.items()}
-        self.sums = [of_all[i] for i in range(len(slices))]
+        return [of_all[i] for i in range(len(slices))]
 
-    def _publish(self, unfinished, folder, progress):
+    def _publish(self, unfinished, folder, progress, sums):
         """Rank 0: everything is on disk; give it its name, which makes it count."""
         if self.worker.rank > 0:
             return
-        record = dict(self.record(progress), crc32=self.sums)
+        record = dict(self.record(progress), crc32=sums)
         record["metadata"] = hashlib.sha256((unfinished / ".metadata").read_bytes()).hexdigest()
         text = json.dumps(dict(record, sha256=sha256(record)), indent=1)
         replace_file(unfinished / RECORD, lambda file: file.write(text.encode()))
@@ -935,7 +935,8 @@ class Checkpoints:
         """
         self.worker.doing = "loading a checkpoint"
         wanted, progress, own_step, problems = self.config.resume, Progress(), 0, []
-        again = self._has_begun()
+        launchers = set(self.worker.gather(launched_by())) - {None}
+        again = self._has_begun(launchers)
         folders = self._newest_first() if wanted == "auto" or again else []
         folders += [] if wanted in (None, "auto") else [pathlib.Path(wanted)]
         for folder in self.worker.gather(folders)[0]:  # rank 0's view: disks of others may be late
@@ -959,23 +960,21 @@ class Checkpoints:
             self.log.say(f"resumed from {folder}, after step {progress.step}")
         elif wanted or again:
             self.log.say(f"no checkpoint in {self.out_dir}: starting with step 1")
-        self.worker.together(self._set_aside, own_step)
+        self.worker.together(self._set_aside, own_step, launchers)
         self.worker.together(self.log.cut_back, own_step)
         self.log.last = progress.entry
         return progress
 
-    def _has_begun(self):
+    def _has_begun(self, launchers):
         """Whether a torchrun that is still there has begun this run before, and starts it again
         after a rank's death: then out_dir has its checkpoints, whatever --resume says.
 
         torchrun counts restarts, but not all of them, and not on all nodes; and a rank may die
         before the checkpoints of an earlier run are out of the way.
         """
-        launchers = [launcher for launcher in self.worker.gather(launched_by()) if launcher]
         begun = self.out_dir / ".begun"
         known = self.worker.together(lambda: begun.read_text() if begun.exists() else "")
-        self.launchers = "\n".join(dict.fromkeys(launchers))
-        return any(self.worker.gather(bool(set(launchers) & set(known.splitlines()))))
+        return any(self.worker.gather(not launchers.isdisjoint(known.splitlines())))
 
     def _load(self, folder):
         """Read a checkpoint that is whole and fits -> Progress. Raises UserError on all ranks."""
@@ -1023,7 +1022,7 @@ class Checkpoints:
                 raise UserError(f"{folder / place[1]} is truncated or damaged: see {place[0]}")
         return record, metadata
 
-    def _set_aside(self, step):
+    def _set_aside(self, step, launchers):
         """Rank 0: move checkpoints ahead of the step that a run begins with out of the way, be they
         damaged or another run's: a later resume would take them for the work of this one."""
         if self.worker.rank > 0:
@@ -1031,7 +1030,8 @@ class Checkpoints:
         for hidden in self.out_dir.glob(".step_*"):  # a run was killed in `save`
             shutil.rmtree(hidden)
         self._move_aside(step)
-        replace_file(self.out_dir / ".begun", lambda file: file.write(self.launchers.encode()))
+        text = "\n".join(launchers)
+        replace_file(self.out_dir / ".begun", lambda file: file.write(text.encode()))
 
     def _move_aside(self, step):
         ahead = [path for path in self._newest_first() if int(path.name[5:]) > step]
@@ -1396,7 +1396,7 @@ def fail(error, worker):
         line += f"; no word from rank {', '.join(map(str, silent))}: dead or hanging"
     print(f"train.py: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    if "imed out" in text:
+    if "Timed out waiting" in text:  # gloo's words, which no message of ours has
         kill_siblings([worker.pids[rank] for rank in silent if worker.pids])
     os._exit(1)
 
