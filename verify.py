@@ -336,18 +336,23 @@ def call_main(argv, folder, environment, plant):
     sys.exit(status)
 
 
+def new_store():
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
 class Launch:
     """W ranks that run train.py as torchrun would start them, or, with W = 1, as python would. They
     are forked from the server, which takes a tenth of torchrun's time.
 
     argv: flags of all ranks, or a function from rank to flags. plant: called on every rank before
-    train.py is, to plant a fault. TORCHELASTIC_RUN_ID: of the torchrun that starts them again.
+    train.py is, to plant a fault. TORCHELASTIC_RUN_ID and store: of the torchrun that starts them
+    again, which keeps both.
     """
 
-    def __init__(self, W, argv, plant=None, **environment):
+    def __init__(self, W, argv, plant=None, store=None, **environment):
         self.W, self.folder, self.processes = W, pathlib.Path(tempfile.mkdtemp()), []
         if W > 1:
-            self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            self.store = store or new_store()
             environment |= dict(MASTER_ADDR="localhost", MASTER_PORT=str(self.store.port),
                                 TORCHELASTIC_USE_AGENT_STORE="True", WORLD_SIZE=str(W),
                                 LOCAL_WORLD_SIZE=str(W))
@@ -3259,7 +3264,8 @@ def exported_model_is_plain(runs):
             assert saved["iter_num"] == 4 and saved["config"]["mode"] == mode
             assert saved["best_val_loss"] == result["val_loss"]
             assert gpt.lm_head.weight is gpt.wte.weight
-        refused([*argv, "--export", f"{folder}/no/such.pt"], "no/such.pt")
+        refused([*tiny(f"{folder}/new"), "--export", f"{folder}/no/such.pt"], "no/such.pt")
+        assert not list(pathlib.Path(folder, "new").glob("step_*")), "refused after the last step"
         refused([*argv, "--export", folder], "is a folder")
         before = pathlib.Path(folder, "whole.pt").read_bytes()
         stopped = functools.partial(stop_after, 2)
@@ -3481,11 +3487,11 @@ def kill_9_at_any_moment(kills=3):
     with tempfile.TemporaryDirectory() as folder:
         for W, mode in ((2, "zero3"), (3, "ddp")):
             argv = tiny(f"{folder}/{mode}", mode=mode, max_steps=12, global_batch_size=12)
-            start_s = time.monotonic()
+            start_s, torchruns = time.monotonic(), dict(TORCHELASTIC_RUN_ID=mode, store=new_store())
             whole_run = finish(W, [*argv, "--out_dir", f"{folder}/whole"])
             run_s = time.monotonic() - start_s
             for i in range(math.ceil(kills / 2) if W == 2 else kills // 2):
-                with Launch(W, argv, TORCHELASTIC_RUN_ID=folder) as launch:
+                with Launch(W, argv, **torchruns) as launch:
                     time.sleep(random.uniform(0.3, 1.0) * run_s)
                     victim = random.integers(W)
                     launch.processes[victim].kill()
@@ -3496,7 +3502,7 @@ def kill_9_at_any_moment(kills=3):
                         survivors_spoke += bool(re.search(
                             r"failed in step \d+, .*no word from rank", launch.stderr(rank)))
                 check_all_whole(f"{folder}/{mode}")
-            with Launch(W, argv, TORCHELASTIC_RUN_ID=folder) as launch:
+            with Launch(W, argv, **torchruns) as launch:
                 assert launch.result()["param_sha256"] == whole_run["param_sha256"]
                 restarts_resumed += "resumed from" in launch.stdout()
     assert survivors_spoke and restarts_resumed, "all kills came before the first step"
