@@ -193,8 +193,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="only checks named like this")
     parser.add_argument("--full", action="store_true", help="whole cross products, not samples")
-    parser.add_argument("--kills", type=int, default=3, metavar="N",
-                        help="ranks to kill in kill_9_at_any_moment [3]")
+    parser.add_argument("--kills", type=int, default=2, metavar="N",
+                        help="ranks to kill in kill_9_at_any_moment [2]")
     parser.add_argument("--list", action="store_true", help="list the checks and what they state")
     options = parser.parse_args()
     chosen = [f for name, f in globals().items() if hasattr(f, "sampled")
@@ -1826,8 +1826,7 @@ def fsdp2(module, policy=MixedPrecisionPolicy()):
     return fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-@check([dict(W=2, stage=Zero2, dtype=torch.bfloat16), dict(W=2, stage=Zero3, dtype=None),
-        dict(W=2, stage=Zero3, dtype=torch.bfloat16)],
+@check([dict(W=2, stage=Zero2, dtype=None), dict(W=2, stage=Zero3, dtype=torch.bfloat16)],
        full=grid(W=(2,), stage=(Zero2, Zero3), dtype=(None, torch.bfloat16)))
 def zero_is_fsdp2(stage, dtype):
     """At W = 2 FSDP2 has the same bits, in fp32 and with parameters gathered in bf16."""
@@ -3479,7 +3478,7 @@ def ranks_agree_before_they_start():
 
 
 @check([dict(W=1)])
-def kill_9_at_any_moment(kills=3):
+def kill_9_at_any_moment(kills=2):
     """kill -9 of a rank at a random moment, in a write too: the others end at once and say where;
     what is on disk is whole; started again, as torchrun does, the run ends on the same bits."""
     random = np.random.default_rng(5)
