@@ -3485,13 +3485,15 @@ def kill_9_at_any_moment(kills=2):
     survivors_spoke = restarts_resumed = 0
     with tempfile.TemporaryDirectory() as folder:
         for W, mode in ((2, "zero3"), (3, "ddp")):
-            argv = tiny(f"{folder}/{mode}", mode=mode, max_steps=12, global_batch_size=12)
-            start_s, torchruns = time.monotonic(), dict(TORCHELASTIC_RUN_ID=mode, store=new_store())
+            argv = tiny(f"{folder}/{mode}", mode=mode, max_steps=12 + 2 * kills,
+                        global_batch_size=12)
+            torchruns = dict(TORCHELASTIC_RUN_ID=mode, store=new_store())
             whole_run = finish(W, [*argv, "--out_dir", f"{folder}/whole"])
-            run_s = time.monotonic() - start_s
             for i in range(math.ceil(kills / 2) if W == 2 else kills // 2):
                 with Launch(W, argv, **torchruns) as launch:
-                    time.sleep(random.uniform(0.3, 1.0) * run_s)
+                    if random.random() < 0.7:  # else while it starts
+                        launch.wait_for("| loss")
+                    time.sleep(random.uniform(0, 0.2))
                     victim = random.integers(W)
                     launch.processes[victim].kill()
                     codes = launch.wait(limit_s=10)
