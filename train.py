@@ -498,7 +498,9 @@ def start(config):
     except RuntimeError as error:
         raise RunError(f"rank {rank} of {world_size} did not get to the others within --timeout_s "
                        f"{config.timeout_s}: {error}") from error
-    return Worker(dist.get_rank(), dist.get_world_size(), device)
+    worker = Worker(rank, world_size, device)
+    worker.pids = worker.gather(os.getpid())
+    return worker
 
 
 # -------------------------------------------------------------------------------------------------
@@ -872,6 +874,8 @@ class Checkpoints:
         try:
             sums = self._write(unfinished)
             self.worker.together(self._publish, unfinished, folder, progress, sums)
+            with contextlib.suppress(OSError):  # the next one will try again
+                self._tidy(progress)
             return True
         except UserError as failure:
             self.log.warn(f"step {progress.step}: no checkpoint was written, earlier ones are as "
@@ -880,8 +884,6 @@ class Checkpoints:
         finally:
             if self.worker.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
-                with contextlib.suppress(OSError):  # the next one will try again
-                    self._tidy(progress)
 
     def _write(self, unfinished):
         """Write, each rank its part, and read it again -> checksums of all slices, in order."""
@@ -891,10 +893,10 @@ class Checkpoints:
         except dcp.CheckpointException as error:
             raise UserError(reason(error)) from error
         slices, own = in_order(metadata), f"__{self.worker.rank}_"  # beginning of its files' names
-        sums = self.worker.together(lambda: {i: crc32(unfinished, place) for i, place in
+        ours = self.worker.together(lambda: {i: crc32(unfinished, place) for i, place in
                                              enumerate(slices) if place[1].startswith(own)})
-        of_all = {i: crc for sums in self.worker.gather(sums) for i, crc in sums.items()}
-        return [of_all[i] for i in range(len(slices))]
+        sums = {i: crc for found in self.worker.gather(ours) for i, crc in found.items()}
+        return [sums[i] for i in range(len(slices))]
 
     def _publish(self, unfinished, folder, progress, sums):
         """Rank 0: everything is on disk; give it its name, which makes it count."""
@@ -910,6 +912,8 @@ class Checkpoints:
 
     def _tidy(self, progress):
         """Rank 0: mark the best checkpoint, remove those that are neither it nor the newest."""
+        if self.worker.rank > 0:
+            return
         link = self.out_dir / ".best"
         if progress.best_step == progress.step:
             link.unlink(missing_ok=True)
@@ -960,7 +964,7 @@ class Checkpoints:
             self.log.say(f"resumed from {folder}, after step {progress.step}")
         elif wanted or again:
             self.log.say(f"no checkpoint in {self.out_dir}: starting with step 1")
-        self.worker.together(self._set_aside, own_step, launchers)
+        self.worker.together(self._begin, own_step, launchers)
         self.worker.together(self.log.cut_back, own_step)
         self.log.last = progress.entry
         return progress
@@ -1022,18 +1026,19 @@ class Checkpoints:
                 raise UserError(f"{folder / place[1]} is truncated or damaged: see {place[0]}")
         return record, metadata
 
-    def _set_aside(self, step, launchers):
-        """Rank 0: move checkpoints ahead of the step that a run begins with out of the way, be they
-        damaged or another run's: a later resume would take them for the work of this one."""
+    def _begin(self, step, launchers):
+        """Rank 0: leave in out_dir the past of the run that begins now, and note who begins it."""
         if self.worker.rank > 0:
             return
         for hidden in self.out_dir.glob(".step_*"):  # a run was killed in `save`
             shutil.rmtree(hidden)
-        self._move_aside(step)
+        self._set_aside(step)
         text = "\n".join(launchers)
         replace_file(self.out_dir / ".begun", lambda file: file.write(text.encode()))
 
-    def _move_aside(self, step):
+    def _set_aside(self, step):
+        """Move checkpoints ahead of a step out of the way, be they damaged or another run's: a
+        later resume would take them for the work of this one."""
         ahead = [path for path in self._newest_first() if int(path.name[5:]) > step]
         if not ahead:
             return
@@ -1397,7 +1402,7 @@ def fail(error, worker):
     print(f"train.py: {line}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     if "Timed out waiting" in text:  # gloo's words, which no message of ours has
-        kill_siblings([worker.pids[rank] for rank in silent if worker.pids])
+        kill_siblings([worker.pids[rank] for rank in silent])
     os._exit(1)
 
 
@@ -1432,7 +1437,6 @@ def check_agreement(config, worker, facts):
     """Raise UserError on all ranks, naming the first difference, where they would train unlike."""
     ours = {f"--{name}": value for name, value in vars(config).items()}
     ours |= {"data": facts["data"], "torch": torch.__version__, "numpy": np.__version__}
-    worker.pids = worker.gather(os.getpid())
     views = worker.gather(ours)
     for rank, view in enumerate(views):
         for name, value in views[0].items():
@@ -1546,7 +1550,7 @@ def main():
         status = 130  # 128 + SIGINT, as a shell has it
         if int(os.environ.get("RANK", 0)) == 0:
             print("train.py: stopped by Ctrl-C at once", file=sys.stderr, flush=True)
-    except (MemoryError, Exception) as error:
+    except Exception as error:
         if out_of_memory(error):
             status = refuse(f"out of memory ({str(error).splitlines()[0]}): choose a smaller "
                             f"--model, --micro_batch_size or --block_size, or --mode zero3 on more "
