@@ -1163,7 +1163,6 @@ def evaluate(model, batches, config, worker):
     Every rank runs as many forwards as the others, since a forward may hold collectives: what is
     too many repeats the last micro batch and does not count.
     """
-    worker.doing = "an evaluation"
     model.eval()
     n, W = min(config.eval_steps, batches.steps_per_epoch), worker.world_size
     losses = torch.zeros(n, dtype=torch.float64, device=worker.device)
@@ -1504,14 +1503,14 @@ def train(config, worker):
 
         # update the weights
         update(optimizer, scaler, step, config, found)
-        # for the comparison in the next step, before its update
-        sums = checksums(model) if due(step + 2, config.check_interval) else None
+        sums = checksums(model) if due(step + 2, config.check_interval) else None  # next step's
         progress.count(step + 1, found, config.max_skipped_steps)
         entry = describe(model, found, progress, config, worker)
         step_s = time.perf_counter() - start_s
 
         # evaluate, on all ranks; log, on rank 0
         if val_batches and due(step + 1, config.eval_interval, config.max_steps):
+            worker.doing = f"step {step + 1}, the evaluation"
             entry["val_loss"] = evaluate(model, val_batches, config, worker)
             progress.note(entry["val_loss"])
         log.step(entry, step_s, found.exposed_s)

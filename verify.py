@@ -2747,6 +2747,19 @@ def naive_is_torch_under_autocast(dtype, mode):
     return f"{mode}, {dtype}, 4 steps", same_runs(naive, replace(naive, mode=mode), steps=4)
 
 
+def poisoned_gradient(value):
+    """Within this context, an element of rank 1's gradients has a value after each backward."""
+    finish_gradients = train.finish_gradients
+
+    def poisoned(model, config, worker):
+        exposed_s = finish_gradients(model, config, worker)
+        if dist.get_rank() == 1:
+            train.local(next(model.parameters()).grad).view(-1)[0] = value
+        return exposed_s
+
+    return mock.patch.object(train, "finish_gradients", poisoned)
+
+
 @check([dict(W=2, mode=mode) for mode in ("naive", "ddp", "zero1", "zero3", "torch-fsdp")]
        + [dict(W=2, mode="zero3", dtype="fp32", param_dtype="fp16")],
        full=grid(W=(2, 3), mode=("naive", "ddp", "zero1", "zero2", "zero3", "torch-ddp",
@@ -2756,16 +2769,8 @@ def fp16_inf_on_one_rank(mode, dtype="fp16", param_dtype=None):
     """An inf in one rank's gradient makes every rank skip the step and halve the loss scale."""
     run = Run(small_config(mode=mode, dtype=dtype, param_dtype=param_dtype,
                            global_batch_size=dist.get_world_size()))
-    finish_gradients = train.finish_gradients
-
-    def poisoned(model, config, worker):
-        exposed_s = finish_gradients(model, config, worker)
-        if dist.get_rank() == 1:
-            train.local(next(model.parameters()).grad).view(-1)[0] = math.inf
-        return exposed_s
-
     before, scale = whole(run.model), run.scaler.get_scale()
-    with mock.patch.object(train, "finish_gradients", poisoned):
+    with poisoned_gradient(math.inf):
         run.step()
     same_bits(whole(run.model), before)
     assert run.scaler.get_scale() == scale / 2
@@ -3339,16 +3344,8 @@ def poisoned_loss(rank):
 def bad_gradient_is_skipped_by_all(mode):
     """A nan in one rank's gradient makes all ranks skip the step; the next one is done."""
     run = Run(small_config(mode=mode, global_batch_size=dist.get_world_size()))
-    finish_gradients = train.finish_gradients
-
-    def poisoned(model, config, worker):
-        exposed_s = finish_gradients(model, config, worker)
-        if dist.get_rank() == 1:
-            train.local(next(model.parameters()).grad).view(-1)[0] = math.nan
-        return exposed_s
-
     before = whole(run.model)
-    with mock.patch.object(train, "finish_gradients", poisoned):
+    with poisoned_gradient(math.nan):
         assert not run.step().finite
     same_bits(whole(run.model), before)
     assert run.step().finite
