@@ -36,6 +36,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
+from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early; torch's default too
@@ -375,7 +376,8 @@ class Reducer(torch.nn.Module):
             if p not in bucket.arrived:
                 self._put(bucket, p, self._scale())  # no gradient, or one from no_sync()
         self._n_launched += 1
-        self._launch(bucket)
+        with record_function(f"start: reduce bucket {bucket.index()}"):
+            self._launch(bucket)
 
     def _scale(self):
         return 1 / self.world_size
@@ -428,7 +430,7 @@ class Reducer(torch.nn.Module):
             torch.cuda.current_stream().synchronize()  # lest the clock show the backward too
         for bucket in self._buckets:
             self._finish(bucket)
-        with self._exposed():
+        with self._exposed("agreement on use"):
             unused = self._agree_on_use()
         self._reset()
         self._used.clear()
@@ -438,10 +440,12 @@ class Reducer(torch.nn.Module):
                                f"find_unused_parameters=True if this is meant")
 
     @contextlib.contextmanager
-    def _exposed(self):
-        """Adds its duration to the time that this thread has waited for communication."""
+    def _exposed(self, what):
+        """Adds its duration to the time that this thread has waited for communication, and names it
+        in a profile, as the start of what can overlap is named too: `start: what`, `wait: what`."""
         start_s = time.perf_counter()
-        yield
+        with record_function(f"wait: {what}"):
+            yield
         self.exposed_s += time.perf_counter() - start_s
 
     def _finish(self, bucket):
@@ -450,7 +454,7 @@ class Reducer(torch.nn.Module):
             return
         wait, bucket.wait = bucket.wait, None
         try:
-            with self._exposed():
+            with self._exposed(f"reduce bucket {bucket.index()}"):
                 result = wait()
         except RuntimeError as error:
             raise RuntimeError(

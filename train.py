@@ -60,7 +60,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
                                                    TensorProperties)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
@@ -123,6 +123,8 @@ class Config:
     eval_interval: int = 100  # steps between evaluations; the last step is always evaluated
     eval_steps: int = 20  # micro batches an evaluation takes, over all ranks; 0 for none at all
     sample_tokens: int = 256  # length of the sample text at the end, 0 for none
+    # watching
+    profile: int = 0  # steps to trace, from the third on, for ui.perfetto.dev; 0 for none
 # -------------------------------------------------------------------------------------------------
 
 
@@ -131,7 +133,8 @@ ZERO = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 STAGE = {"zero1": 1, "zero2": 2, "zero3": 3, "torch-fsdp": 3}  # of ZeRO; others shard nothing
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2",
-               "grad_clip", "eval_steps", "sample_tokens", "save_interval", "check_interval"}
+               "grad_clip", "eval_steps", "sample_tokens", "save_interval", "check_interval",
+               "profile"}
 AT_LEAST = {"bucket_cap_mb": 1e-6}  # every other number: 1
 BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "threads": 1025, "timeout_s": 1e6,
          "lr": 1e31, "weight_decay": 1e31}  # every other: inf
@@ -392,6 +395,7 @@ class Worker:
     rank: int
     world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None  # of these ranks; None: all that there are
     doing: str = "starting"  # for the line that tells where a run has failed
     pids: list = field(default_factory=list)  # of all ranks
 
@@ -409,14 +413,14 @@ class Worker:
     def reduce(self, tensor, op=dist.ReduceOp.SUM):
         """tensor, reduced in place over all ranks."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, op=op)
+            dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
     def gather(self, value):
         """[rank 0's value, rank 1's, ...]; any that can be pickled."""
         values = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, function, *arguments):
@@ -528,11 +532,11 @@ def wrap(model, config, worker):
     if config.compile:
         model.compile_blocks()
     if config.mode in ZERO:
-        return ZERO[config.mode](model, param_dtype=DTYPES.get(config.param_dtype),
+        return ZERO[config.mode](model, worker.group, param_dtype=DTYPES.get(config.param_dtype),
                                  reduce_dtype=DTYPES.get(config.reduce_dtype))
     model.to(worker.device)
     options = dict(device_ids=[worker.device] if worker.device.type == "cuda" else None,
-                   bucket_cap_mb=config.bucket_cap_mb,
+                   process_group=worker.group, bucket_cap_mb=config.bucket_cap_mb,
                    find_unused_parameters=config.find_unused_parameters)
     if config.mode == "ddp":
         return DDP(model, **options)
@@ -541,16 +545,16 @@ def wrap(model, config, worker):
             options["bucket_cap_mb"] = None  # 25 too, but only then is torch's first bucket small
         return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
     if config.mode == "torch-fsdp":
-        mesh = init_device_mesh(worker.device.type, (worker.world_size,))
+        mesh = DeviceMesh.from_group(worker.group or dist.group.WORLD, worker.device.type)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
 
 
-def shard_group(config):
+def shard_group(config, worker):
     """The ranks that parameters and gradients are cut up over; None where each has them whole."""
-    return dist.group.WORLD if config.mode in STAGE else None
+    return (worker.group or dist.group.WORLD) if config.mode in STAGE else None
 
 
 def local(tensor):
@@ -647,7 +651,7 @@ def finish_gradients(model, config, worker):
         return 0.0
     worker.synchronize()
     start_s = time.perf_counter()
-    average_gradients(model)
+    average_gradients(model, worker.group)
     worker.synchronize()
     return time.perf_counter() - start_s
 
@@ -676,7 +680,8 @@ def find_gradients(model, optimizer, scaler, batches, step, config, worker, stop
     worker.doing = f"step {step + 1}, the norm of all gradients"
     scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, shard_group(config)).item()
+    grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf,
+                                shard_group(config, worker)).item()
 
     # add up losses over ranks, and in the same collective whatever all ranks must know
     worker.doing = f"step {step + 1}, the sum of losses over ranks"
@@ -1190,16 +1195,16 @@ def describe(model, found, progress, config, worker):
     """What metrics.jsonl says of a step beside its durations. A collective."""
     worker.doing = f"step {progress.step}, the norm of all parameters"
     weights = [local(p.detach()) for p in model.parameters()]
-    param_norm = total_norm(weights, shard_group(config))
+    param_norm = total_norm(weights, shard_group(config, worker))
     entry = dict(step=progress.step, loss=statistics.fmean(found.losses),
                  lr=lr_at(progress.step - 1, config), grad_norm=found.grad_norm,
                  param_norm=param_norm.item())
     return entry if found.finite else dict(entry, skipped=True)
 
 
-def memory_line(model, optimizer, n_params, config, worker):
-    """What this rank holds after a step, in MB, beside the ZeRO paper's formula (arXiv 1910.02054,
-    section 3.1 and figure 1), Adam's two moments being the optimizer's state."""
+def held_bytes(model, optimizer, n_params, config, worker):
+    """{what: (bytes that this rank holds of it after a step, the ZeRO paper's formula)}; arXiv
+    1910.02054, section 3.1 and figure 1, Adam's two moments being the optimizer's state."""
     parameters = [*model.parameters(), *getattr(model, "module", model).parameters()]
     states = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -1217,9 +1222,7 @@ def memory_line(model, optimizer, n_params, config, worker):
         4 * share if stage >= 2 else cast_gradients * n_params + 4 * share if cast_gradients
         else 4 * n_params,
         8 * share if stage else 8 * n_params]
-    parts = [f"{name} {1e-6 * a:.2f} (formula {1e-6 * b:.2f})" for name, a, b in
-             zip(("parameters", "gradients", "optimizer state"), held, expected)]
-    return f"memory per rank, MB: {', '.join(parts)}; peak {1e-6 * worker.peak_mem_bytes():.0f}"
+    return dict(zip(("parameters", "gradients", "optimizer state"), zip(held, expected)))
 
 
 def sample(model, tokenizer, progress, config, worker):
@@ -1253,7 +1256,7 @@ class Log:
         self.device_name = torch.cuda.get_device_name(worker.device) if cuda else "CPU"
         # The peaks are of 16-bit matrix units: fp32 has nothing to be compared with.
         self.peak_flops = None if config.dtype == "fp32" else peak_flops(self.device_name)
-        self.step_s, self.last, self.metrics = [], {}, None
+        self.step_s, self.exposed_ms, self.last, self.held, self.metrics = [], [], {}, {}, None
 
     def say(self, text):
         if self.worker.rank == 0:
@@ -1286,11 +1289,10 @@ class Log:
     def step(self, entry, step_s, exposed_s):
         """Print and write a step: entry, and what follows from its durations in seconds."""
         self.step_s.append(step_s)
-        rate = self.tokens_per_step / step_s
-        flops = rate * self.flops_per_token / self.worker.world_size  # per rank and second
-        self.last = dict(entry, tokens_per_sec=rate, step_ms=1e3 * step_s,
-                         comm_exposed_ms=None if exposed_s is None else 1e3 * exposed_s,
-                         mfu=self.peak_flops and flops / self.peak_flops,
+        exposed_ms = None if exposed_s is None else 1e3 * exposed_s
+        self.exposed_ms += [] if exposed_s is None else [exposed_ms]
+        self.last = dict(entry, tokens_per_sec=self.tokens_per_step / step_s, step_ms=1e3 * step_s,
+                         comm_exposed_ms=exposed_ms, mfu=self.mfu(step_s),
                          mem_bytes=self.worker.peak_mem_bytes())
         self.say(self.line())
         if self.metrics:
@@ -1298,6 +1300,11 @@ class Log:
                 self.metrics.write(json.dumps(finite(self.last)) + "\n")
             except OSError as error:  # a full disk: no reason to lose the run
                 self.warn(f"step {entry['step']} is missing in {self.metrics.name}: {error}")
+
+    def mfu(self, step_s):
+        """Model FLOPs of a rank and second over the device's peak, None where that is not known."""
+        flops = self.tokens_per_step * self.flops_per_token / self.worker.world_size / step_s
+        return self.peak_flops and flops / self.peak_flops
 
     def line(self):
         e, total = self.last, self.config.max_steps
@@ -1310,19 +1317,76 @@ class Log:
                 f"{e['tokens_per_sec']:,.0f} tokens/s | mfu {mfu} | "
                 f"{e['mem_bytes'] / 1e9:.2f} GB | {left // 60}m{left % 60:02d}s left{val}")
 
+    def memory(self, held):
+        """Print what `held_bytes` has found, and keep it for the result."""
+        parts = [f"{name} {1e-6 * ours:.2f} (formula {1e-6 * formula:.2f})"
+                 for name, (ours, formula) in held.items()]
+        self.say(f"memory per rank, MB: {', '.join(parts)}; peak "
+                 f"{1e-6 * self.worker.peak_mem_bytes():.0f}")
+        ours, formula = (sum(sizes) / self.n_params for sizes in zip(*held.values()))
+        self.held = dict(bytes_per_param=ours, bytes_per_param_formula=formula)
+
     def result(self, param_sha256):
         """Print the RESULT line. Its times are medians over steps: the first ones warm up. They are
         null where a finished run was resumed. A collective."""
         peak_mem_bytes = torch.tensor(self.worker.peak_mem_bytes(), device=self.worker.device)
         self.worker.reduce(peak_mem_bytes, dist.ReduceOp.MAX)
         step_s = statistics.median(self.step_s) if self.step_s else math.nan
+        exposed_ms = statistics.median(self.exposed_ms) if self.exposed_ms else None
         result = dict(mode=self.config.mode, world_size=self.worker.world_size,
                       steps=self.last["step"], train_loss=self.last["loss"],
                       val_loss=self.last.get("val_loss"), step_ms=1e3 * step_s,
                       tokens_per_sec=self.tokens_per_step / step_s,
                       peak_mem_bytes=peak_mem_bytes.item(),
-                      param_sha256=param_sha256, threads=self.config.threads)
+                      param_sha256=param_sha256, threads=self.config.threads,
+                      comm_exposed_ms=exposed_ms, mfu=self.mfu(step_s), **self.held)
         self.say("RESULT " + json.dumps(finite(result)))
+
+
+class Trace:
+    """--profile N: what this rank does in N steps, as out_dir/trace_rank0.json and so on; to be
+    opened in ui.perfetto.dev.
+
+    Communication runs beside the thread that computes. For every exchange that ddp.py or zero.py
+    names, a bar beside the thread goes from its start to the end of the wait for it: an upper
+    bound, since nobody hears it end before. What is waited for shows in the thread itself.
+    """
+
+    def __init__(self, config, worker):
+        self.path = pathlib.Path(config.out_dir) / f"trace_rank{worker.rank}.json"
+        self.profiler = None
+        if config.profile:
+            # Two steps are left out, in which buffers are made; the second warms the profiler up.
+            schedule = torch.profiler.schedule(wait=1, warmup=1, active=config.profile, repeat=1)
+            self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self.write)
+            self.profiler.start()
+
+    def step(self):
+        if self.profiler:
+            self.profiler.step()
+
+    def stop(self):
+        if self.profiler:
+            self.profiler.stop()  # writes what there is, if the run was shorter
+
+    def write(self, profiler):
+        profiler.export_chrome_trace(str(self.path))
+        trace = json.loads(self.path.read_text())
+        started, bars = {}, []
+        for event in sorted(trace["traceEvents"], key=lambda event: event.get("ts", 0)):
+            kind, _, what = event["name"].partition(": ")
+            if event["ph"] != "X" or kind not in ("start", "wait"):
+                continue
+            if kind == "start":
+                started[what] = event
+            elif what in started:
+                first = started.pop(what)
+                bar = dict(cat="communication", name=what, id=len(bars), pid=event["pid"],
+                           tid=event["tid"])
+                bars.append(dict(bar, ph="b", ts=first["ts"]))
+                bars.append(dict(bar, ph="e", ts=event["ts"] + event["dur"]))
+        trace["traceEvents"] += bars
+        self.path.write_text(json.dumps(trace))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1493,6 +1557,7 @@ def train(config, worker):
     progress = checkpoints.resume()
 
     first, sums, saved, signals = progress.step, None, True, StopSignals()
+    trace = Trace(config, worker)
     for step in range(first, config.max_steps):
         # find the gradients, and whether all is well
         start_s = time.perf_counter()
@@ -1515,8 +1580,9 @@ def train(config, worker):
             progress.note(entry["val_loss"])
         log.step(entry, step_s, found.exposed_s)
         progress.entry = log.last
+        trace.step()
         if step == first:
-            log.say(memory_line(model, optimizer, log.n_params, config, worker))
+            log.memory(held_bytes(model, optimizer, log.n_params, config, worker))
 
         # write a checkpoint, on all ranks; stop where one of them was told to
         if config.save_interval and (due(step + 1, config.save_interval, config.max_steps)
@@ -1526,6 +1592,7 @@ def train(config, worker):
             log.warn(f"stopped by {signals.name or 'a signal to another rank'} after step "
                      f"{step + 1}")
             return 0 if saved else 1
+    trace.stop()
 
     worker.doing = "the end of the run"
     if config.sample_tokens:

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp import (Reducer, add_in_rank_order, all_gather, clip_gradients_, start_reduce_scatter,
@@ -240,8 +241,9 @@ class Unit:
         if self.is_stale():  # the masters were written to: a graph of the old weights must not run
             increment_version(self.parameters())
             self.version = sum(bucket.master._version for bucket in self.buckets)
-        for bucket in self.buckets:
-            self.works += bucket.gather(process_group, self.tag)
+        with record_function(f"start: gather {self.name}"):
+            for bucket in self.buckets:
+                self.works += bucket.gather(process_group, self.tag)
 
     def is_stale(self):
         """Whether torch knows of a write to the masters since they were gathered."""
@@ -583,7 +585,7 @@ class Zero(Reducer):
 
     def _use(self, unit):
         if unit.works:
-            with self._exposed():
+            with self._exposed(f"gather {unit.name}"):
                 unit.wait()
 
     def _check_shards(self):
@@ -1094,7 +1096,7 @@ class Zero3(Zero2):
         if self._unlike is None:
             work, either = self._use_of_ranks
             try:
-                with self._exposed():
+                with self._exposed("comparison of use"):
                     work.wait()
             except RuntimeError as error:
                 raise RuntimeError(f"{self._get_name()}: not all ranks have begun this backward. "

@@ -1,0 +1,770 @@
+#!/usr/bin/env bash
+# How fast, how much memory, how does it scale, and is it better than what ships with torch?
+#
+#     ./bench.sh modes            every mode beside its counterpart in torch and DeepSpeed
+#     ./bench.sh scaling          weak and strong; a model of it, and what it says of 4096 ranks
+#     ./bench.sh tune             bucket size and micro batch; ends with the command line to use
+#     ./bench.sh link 1gbit       two hosts with a slow wire between them (Linux, root, iproute2)
+#     ./bench.sh gpu              gpt2 in bf16 on one CUDA device
+#
+# Options, then any flags of train.py:
+#     --worlds "1 2 4"   ranks            --price 2.0     USD per GPU-hour, for scaling
+#     --rounds 6         visits a mode    --tflops 400    that a GPU reaches, for scaling
+#     --modes "ddp zero3 torch-fsdp"      these rows only, for modes and link
+#
+# Replaces a benchmark harness: bash starts ranks and collects their RESULT lines, python turns
+# these into Markdown tables, on stdout and in out/bench. A row that fails says why; others go on.
+#
+# Memory is what one run of train.py by itself takes. Times are of steps of train.py's own functions
+# with several modes in one process group, visited in random order: runs apart from each other
+# scatter by 20 % on a shared machine, more than what is to be seen. "alone" is the same step in a
+# process group that sends nothing (torch's fake one), so that the difference is what communication
+# costs. A ratio is one of medians; beside it its 90 % interval, by resampling the steps.
+#
+# Cost: modes half an hour on two cores, scaling 15 minutes, tune and link 1gbit 6 each.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+# what every run of a table has, and sizes at which communication weighs as much as computing: 31.8M
+# parameters, 64 tokens a rank; flags on the command line come later and win
+PLAIN=(--out_dir out/bench/run --eval_steps 0 --sample_tokens 0 --save_interval 0
+       --check_interval 0)
+SMALL=(--n_layer 10 --n_head 8 --n_embd 512 --block_size 64 --micro_batch_size 1)
+
+usage() { sed -n '2,/^# Replaces/s/^# \{0,1\}//p' "$0" | head -n -1; }
+die() { echo "bench.sh: $*" >&2; exit 2; }
+
+# -------------------------------------------------------------------------------------------------
+# what ranks run beside train.py
+
+MEASURE=$(cat <<'PYTHON'
+"""steps KIND,KIND,... ROUNDS FLAGS   a step of train.py, in several modes in one process group
+held KIND,... W FLAGS              what one of W ranks holds after a step; the others are absent
+collectives ROUNDS FLAGS           the exchange, by size
+
+A KIND is a mode of train.py, or what torch and DeepSpeed have beside it; KIND@alone is its step in
+a group that sends nothing. `single` is a process for itself on every rank, `bare` the shortest loop
+around the same model."""
+import dataclasses, gc, json, os, random, statistics, sys, time, warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import (debugging_hooks, default_hooks,
+                                                         powerSGD_hook)
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ddp, train
+
+MADE_FROM = {"ddp-bf16": "ddp", "ddp-powersgd": "ddp", "torch-zero1": "torch-ddp",
+             "torch-fsdp-kept": "torch-fsdp", "bare": "single", "deepspeed-1": "single",
+             "deepspeed-2": "single", "deepspeed-3": "single"}
+
+
+def say(**result):
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+
+
+class Kind:
+    """A model and its optimizer, to be stepped."""
+
+    def __init__(self, name, config, worker, tokenizer, batches):
+        self.name, self.batches, self.seconds, self.waited = name, batches, [], []
+        self.base, _, alone = name.partition("@")
+        self.config = dataclasses.replace(config, mode=MADE_FROM.get(self.base, self.base))
+        self.worker = worker
+        if self.config.mode == "single" and "deepspeed" not in name:
+            self.worker = dataclasses.replace(worker, rank=0, world_size=1)
+            self.config.global_batch_size //= worker.world_size
+        elif alone and self.config.mode != "torch-ddp":  # whose reducer wants results
+            self.worker = dataclasses.replace(worker, group=dist.new_group(backend="fake"))
+        plain = train.build_model(self.config, tokenizer)
+        self.n_params = sum(p.numel() for p in plain.parameters())
+        self.flops_per_token = plain.flops_per_token()
+        self.model = train.wrap(plain, self.config, self.worker)
+        self.optimizer = train.make_optimizer(self.model, self.config)
+        self.scaler = train.make_scaler(self.config, self.worker)
+        if alone and isinstance(self.model, ddp.Reducer):
+            self.model.find_unused_parameters = True  # nobody says what other ranks use
+        if alone and self.config.mode == "torch-ddp":
+            self.model.register_comm_hook(None, debugging_hooks.noop_hook)
+        if self.base == "ddp-bf16":
+            self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        elif self.base == "ddp-powersgd":
+            state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif self.base == "torch-fsdp-kept":
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_reshard_after_forward(False)
+        elif self.base == "torch-zero1":
+            groups = [dict(params=group["params"], weight_decay=group["weight_decay"])
+                      for group in self.optimizer.param_groups]
+            self.optimizer = ZeroRedundancyOptimizer(
+                groups, torch.optim.AdamW, process_group=self.worker.group, lr=config.lr,
+                betas=(config.beta1, config.beta2), fused=False)
+        elif self.base.startswith("deepspeed"):
+            self.start_deepspeed(stage=int(self.base[-1]))
+
+    def start_deepspeed(self, stage):
+        import deepspeed
+
+        self.model, self.optimizer, *_ = deepspeed.initialize(
+            model=self.model, optimizer=self.optimizer, dist_init_required=False,
+            config=dict(train_batch_size=self.config.global_batch_size, steps_per_print=10**9,
+                        train_micro_batch_size_per_gpu=self.config.micro_batch_size,
+                        gradient_clipping=self.config.grad_clip,
+                        zero_optimization=dict(stage=stage)))
+
+    def step(self, n):
+        """Also notes how long it took, and how long of this it waited for communication."""
+        start_s, waited_s = time.perf_counter(), None
+        if self.base == "bare" or self.base.startswith("deepspeed"):
+            self.shortest_step(n)
+        else:
+            found = train.find_gradients(self.model, self.optimizer, self.scaler, self.batches, n,
+                                         self.config, self.worker)
+            found.finite = True  # alone, numbers mean nothing
+            train.update(self.optimizer, self.scaler, n, self.config, found)
+            waited_s = found.exposed_s
+        self.worker.synchronize()
+        self.seconds.append(time.perf_counter() - start_s)
+        self.waited.append(waited_s)
+
+    def shortest_step(self, n):
+        c, W = self.config, self.worker.world_size
+        for a in range(train.accumulation_steps(c, W)):
+            batch = self.batches.micro_batch(n, a * W + self.worker.rank, c.micro_batch_size)
+            with train.autocast(c, self.worker):
+                _, loss = self.model(*self.worker.to_device(*batch))
+            if self.base == "bare":
+                loss.backward()
+                continue
+            self.model.backward(loss)
+            self.model.step()
+        if self.base == "bare":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), c.grad_clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def bytes_per_param(self):
+        if self.base.startswith("deepspeed"):
+            return {}
+        optimizer = getattr(self.optimizer, "optim", self.optimizer)  # inside torch's zero1
+        held = train.held_bytes(self.model, optimizer, self.n_params, self.config, self.worker)
+        ours, formula = (sum(sizes) / self.n_params for sizes in zip(*held.values()))
+        if self.base == "torch-zero1":
+            formula = 8 + 8 / self.worker.world_size
+        return dict(bytes_per_param=ours, bytes_per_param_formula=formula)
+
+
+def begin(flags, world_size=None):
+    """-> config, worker, and what a Kind is made from; as one of world_size ranks if that is set"""
+    ranks = world_size or int(os.environ.get("WORLD_SIZE", 1))
+    config = train.parse_args(["--mode", "ddp", *flags])
+    if "--global_batch_size" not in flags:
+        config.global_batch_size = ranks * config.micro_batch_size
+    train.check(config)
+    if world_size:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        worker = train.Worker(0, world_size, torch.device("cpu"))
+    else:
+        worker = train.start(config)
+    torch.set_flush_denormal(True)  # alone, memory that nothing was received into may hold some
+    tokenizer, _, batches, _, _ = train.prepare(config, worker)
+    return config, worker, (config, worker, tokenizer, batches)
+
+
+def steps(kinds, rounds, *flags):
+    config, worker, context = begin(flags)
+    made = [Kind(name, *context) for name in kinds.split(",")]
+    random.seed(config.seed)  # one order on all ranks
+    n = 0
+    for visit in range(1 + int(rounds)):
+        for kind in random.sample(made, len(made)):
+            for repeat in range(3 if visit else 1):
+                dist.barrier()
+                kind.step(n)
+                if not visit or not repeat:  # new, or its memory is cold
+                    kind.seconds.pop(), kind.waited.pop()
+                n += 1
+    mean = worker.reduce(torch.tensor([kind.seconds for kind in made])) / worker.world_size
+    for kind, seconds in zip(made, mean.tolist()):
+        step_s = statistics.median(seconds)
+        rate = config.global_batch_size * kind.batches.block_size / step_s
+        cuda = worker.device.type == "cuda"
+        peak = train.peak_flops(torch.cuda.get_device_name()) if cuda else None
+        waited = None if None in kind.waited else 1e3 * statistics.median(kind.waited)
+        say(mode=kind.name, world_size=worker.world_size, n_params=kind.n_params,
+            step_ms=1e3 * step_s, all_ms=[1e3 * s for s in seconds], tokens_per_sec=rate,
+            mfu=peak and rate * kind.flops_per_token / worker.world_size / peak,
+            comm_exposed_ms=waited, peak_mem_bytes=worker.peak_mem_bytes(),
+            **kind.bytes_per_param())
+
+
+def held(kinds, world_size, *flags):
+    config, worker, context = begin(flags, int(world_size))
+    for name in kinds.split(","):
+        kind = Kind(name, *context)
+        if isinstance(kind.model, ddp.Reducer):
+            kind.model.find_unused_parameters = True
+        kind.step(0)
+        say(mode=name, world_size=int(world_size), n_params=kind.n_params,
+            flops_per_token=kind.flops_per_token,
+            exchanges=len(getattr(kind.model, "_units", getattr(kind.model, "_buckets", []))),
+            **kind.bytes_per_param())
+        del kind
+        gc.collect()
+
+
+def collectives(rounds, *flags):
+    config, worker, _ = begin(flags)
+    verbs = {"reduce-scatter": ddp.reduce_scatter,
+             "all-gather": lambda flat: ddp.wait_for(ddp.all_gather(flat))}
+    seconds = {}
+    for visit in range(1 + 3 * int(rounds)):
+        for n_bytes in (2**k for k in range(14, 27, 2)):
+            for verb, function in verbs.items():
+                flat = torch.ones(n_bytes // 4)
+                dist.barrier()
+                start_s = time.perf_counter()
+                function(flat)
+                seconds.setdefault((verb, n_bytes), []).append(time.perf_counter() - start_s)
+    for (verb, n_bytes), all_s in seconds.items():
+        say(verb=verb, world_size=worker.world_size, bytes=n_bytes,
+            ms=1e3 * statistics.median(all_s[1:]))
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    dict(steps=steps, held=held, collectives=collectives)[sys.argv[1]](*sys.argv[2:])
+    gc.collect()
+    dist.destroy_process_group()
+PYTHON
+)
+
+# -------------------------------------------------------------------------------------------------
+# tables
+
+REPORT=$(cat <<'PYTHON'
+"""modes | scaling PRICE TFLOPS | tune | link RATE... | gpu: tables from out/bench/*.jsonl
+fastest: the flags of the fastest runs of tune"""
+import collections, datetime, importlib.metadata, json, os, pathlib, random, re, statistics
+import subprocess, sys
+
+# mode -> what does the same in torch, and with which it is measured in one process group
+COUNTERPART = {"naive": "torch-ddp", "ddp": "torch-ddp", "ddp-bf16": "torch-ddp",
+               "ddp-powersgd": "torch-ddp", "zero1": "torch-zero1", "zero2": "torch-fsdp-kept",
+               "zero3": "torch-fsdp"}
+ORDER = ["bare", "single", "naive", "torch-ddp", "ddp", "ddp-bf16", "ddp-powersgd", "torch-zero1",
+         "deepspeed-1", "zero1", "torch-fsdp-kept", "deepspeed-2", "zero2", "torch-fsdp",
+         "deepspeed-3", "zero3"]
+
+
+def read(name):
+    """The good records of a file; the others are told."""
+    path = pathlib.Path("out/bench") / f"{name}.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for r in records:
+        if "failed" in r:
+            print(f"Failed: {r['label']} at W={r['world_size']}: {r['failed']}\n")
+    return [r for r in records if "failed" not in r]
+
+
+def where():
+    try:
+        cpu = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text()).group(1)
+    except (OSError, AttributeError):
+        cpu = "a CPU"
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True,
+                            text=True).stdout.strip() or "unknown"
+    return (f"{os.cpu_count()} cores of {cpu}, torch {importlib.metadata.version('torch')}, commit "
+            f"{commit}, {datetime.date.today()}")
+
+
+def table(head, rows):
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+    print()
+
+
+def number(x, digits=0, factor=1):
+    return "-" if x is None else f"{factor * x:,.{digits}f}"
+
+
+def ratio(a, b, key="all_ms"):
+    """Of medians, and where it lies in 90 % of resamplings."""
+    a, b, chance = a[key], b[key], random.Random(0)
+    drawn = sorted(statistics.median(chance.choices(a, k=len(a)))
+                   / statistics.median(chance.choices(b, k=len(b))) for _ in range(1000))
+    best = statistics.median(a) / statistics.median(b)
+    return f"{best:.2f} ({drawn[50]:.2f} to {drawn[949]:.2f})"
+
+
+class Steps:
+    """What `steps` has measured, by mode, world size and what was measured beside it."""
+
+    def __init__(self, name):
+        self.records = read(name)
+        self.worlds = sorted({r["world_size"] for r in self.records})
+
+    def find(self, mode, W, beside=""):
+        return next((r for r in self.records if r["mode"] == mode and r["world_size"] == W
+                     and (not beside or beside in r["label"].split(","))), None)
+
+    def ratio(self, mode, other, W):
+        a, b = other and self.find(mode, W, other), other and self.find(other, W, mode)
+        return ratio(a, b) if a and b else "-"
+
+    def more_than_alone(self, mode, W):
+        r, alone = self.find(mode, W, f"{mode}@alone"), self.find(f"{mode}@alone", W)
+        return alone and r["step_ms"] - alone["step_ms"]
+
+    def table(self, cells):
+        """A row a mode and W; cells: {column: function of mode, W and record}."""
+        rows = []
+        for W in self.worlds:
+            for mode in ORDER:
+                r = self.find(mode, W, COUNTERPART.get(mode)) or self.find(mode, W)
+                if r is not None:
+                    low, _, high = statistics.quantiles(r["all_ms"], n=4)
+                    rows.append([mode, str(W), f"{r['step_ms']:,.0f} ({low:,.0f} to {high:,.0f})",
+                                 number(r["tokens_per_sec"]), number(r["comm_exposed_ms"]),
+                                 *(cell(mode, W, r) for cell in cells.values())])
+        table(["mode", "W", "step ms (quartiles)", "tokens/s", "waited ms", *cells], rows)
+
+    def noise(self):
+        apart = []
+        for mode, W in ((mode, W) for mode in COUNTERPART for W in self.worlds):
+            a, b = (self.find(one, W, other) for one, other in
+                    ((mode, COUNTERPART[mode]), (COUNTERPART[mode], mode)))
+            if a and b:
+                half = len(a["all_ms"]) // 2
+                first, second = (statistics.median(a["all_ms"][part])
+                                 / statistics.median(b["all_ms"][part])
+                                 for part in (slice(half), slice(half, None)))
+                apart.append(abs(first / second - 1))
+        if apart:
+            print(f"Noise: a ratio from the first half of the steps and one from the second differ "
+                  f"by {statistics.median(apart):.0%} in the median, by {max(apart):.0%} at most.")
+
+
+def modes():
+    steps = Steps("modes-steps")
+    run = {r["label"]: r for r in read("modes-memory")}  # by itself
+
+    def peak(mode, W):
+        return run.get(f"{mode} {W}", {}).get("peak_mem_bytes")
+
+    def peak_ratio(mode, W, r):
+        ours, theirs = peak(mode, W), peak(COUNTERPART.get(mode), W)
+        return f"{ours / theirs:.2f}" if ours and theirs else "-"
+
+    def per_parameter(mode, W, r):
+        held = run.get(f"{mode} {W}", {})
+        return (f"{number(held.get('bytes_per_param'), 2)} "
+                f"({number(held.get('bytes_per_param_formula'), 2)})")
+
+    steps.table({
+        "more than alone, ms": lambda mode, W, r: number(steps.more_than_alone(mode, W)),
+        "step over torch's": lambda mode, W, r: steps.ratio(mode, COUNTERPART.get(mode), W),
+        "over DeepSpeed's": lambda mode, W, r: steps.ratio(mode, f"deepspeed-{mode[-1]}", W)
+        if mode.startswith("zero") else "-",
+        "peak MB a rank": lambda mode, W, r: number(peak(mode, W), 0, 1e-6),
+        "over torch's": peak_ratio,
+        "bytes a parameter (formula)": per_parameter})
+    steps.noise()
+
+
+def fit(points):
+    """(messages, bytes, ms) -> ms a message, ms a byte: least squares of relative errors."""
+    rows = [(n / ms, b / ms) for n, b, ms in points]
+    aa, ab, bb = (sum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a1, b1 = (sum(r[i] for r in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    return (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
+
+
+def exchange_ms(alpha_ms, beta_ms, W, n_bytes, times=1):
+    """The alpha-beta model: W - 1 messages each of `times`, (W-1)/W of the bytes over all."""
+    return times * (W - 1) * alpha_ms + (W - 1) / W * n_bytes * beta_ms
+
+
+def scaling(price, tflops):
+    print("Weak: the same work a rank. Strong: the same work in all. Efficiency: over W processes "
+          "on the same cores that know nothing of each other.\n")
+    rows = []
+    for name in ("weak", "strong"):
+        steps = Steps(f"scaling-{name}")
+        for mode in ("ddp", "zero3"):
+            for W in steps.worlds:
+                first, r, single = (steps.find(mode, steps.worlds[0]), steps.find(mode, W),
+                                    steps.find("single", W))
+                if r and single:
+                    rows.append([name, mode, str(W), number(r["tokens_per_sec"]),
+                                 f"{r['tokens_per_sec'] / first['tokens_per_sec']:.2f}",
+                                 number(single["tokens_per_sec"]), ratio(single, r)])
+    table(["scaling", "mode", "W", "tokens/s", "over W=1", "tokens/s of W processes", "efficiency"],
+          rows)
+    links = fit_links()
+    predict_here(Steps("scaling-weak"), links)
+    predict_there(price, tflops)
+
+
+def fit_links():
+    """{(verb, W): (alpha, beta)}, and how well they fit."""
+    measured, links, rows = collections.defaultdict(list), {}, []
+    for r in read("scaling-collectives"):
+        measured[r["verb"], r["world_size"]].append(r)
+    for (verb, W), at in sorted(measured.items()):
+        alpha, beta = links[verb, W] = fit([(W - 1, (W - 1) / W * r["bytes"], r["ms"]) for r in at])
+        for r in at:
+            predicted = exchange_ms(alpha, beta, W, r["bytes"])
+            rows.append([verb, str(W), f"{1e3 * alpha:.0f}", f"{1e-6 / beta:.2f}",
+                         number(r["bytes"] / 2**10), number(r["ms"], 2), number(predicted, 2),
+                         f"{predicted / r['ms'] - 1:+.0%}"])
+    print("The exchange: ms = (W-1) alpha + (W-1)/W bytes beta, fitted.\n")
+    table(["exchange", "W", "alpha, us", "1/beta, GB/s", "KiB", "ms", "predicted", "error"], rows)
+    return links
+
+
+def predict_here(steps, links):
+    print("The step: that of a rank alone and the exchanges in sum, since here both need the same "
+          "cores.\n")
+    rows = []
+    for W in steps.worlds:
+        for mode, n_gathers in (("ddp", 1), ("zero3", 2)):
+            r, alone = steps.find(mode, W), steps.find(f"{mode}@alone", W)
+            if r and alone and ("all-gather", W) in links:
+                n_bytes = 4 * r["n_params"]
+                exchanges = (exchange_ms(*links["reduce-scatter", W], W, n_bytes)
+                             + n_gathers * exchange_ms(*links["all-gather", W], W, n_bytes))
+                predicted = alone["step_ms"] + exchanges
+                rows.append([mode, str(W), number(alone["step_ms"]), number(exchanges),
+                             number(predicted), number(r["step_ms"]),
+                             f"{predicted / r['step_ms'] - 1:+.0%}"])
+    table(["mode", "W", "alone ms", "exchanges ms", "predicted ms", "measured ms", "error"], rows)
+
+
+LINKS = {"10 Gbit/s": (30, 1.25), "100 Gbit/s": (5, 12.5), "NVLink": (3, 450)}  # us, GB/s
+
+
+def predict_there(price, tflops):
+    rows, tokens = [], 16 * 1024
+    for r in read("scaling-held"):
+        W, Psi, mode = r["world_size"], r["n_params"], r["mode"]
+        compute = 1e3 * tokens * r["flops_per_token"] / (1e12 * tflops)
+        row = [mode, f"{W:,}", f"{1e-6 * Psi * r['bytes_per_param']:,.1f} "
+                               f"({1e-6 * Psi * r['bytes_per_param_formula']:,.1f})"]
+        for alpha_us, gigabytes in LINKS.values():
+            once = exchange_ms(1e-3 * alpha_us, 1e-6 / gigabytes, W, 4 * Psi, r["exchanges"])
+            step = (max(compute / 3, 0 if mode == "ddp" else once)
+                    + max(2 / 3 * compute, once if mode in ("zero1", "zero2") else 2 * once))
+            row += [f"{step:,.0f}", f"{compute / step:.0%}",
+                    f"{price / 3600 * 1e9 * 1e-3 * step / tokens:,.2f}"]
+        rows.append(row)
+    print(f"Predicted, not measured, but for memory, which is that of real tensors after a step in "
+          f"torch's fake process group: gpt2 with bytes for tokens (85M parameters), {tokens:,} "
+          f"tokens a rank and step, all in fp32, a GPU that reaches {tflops:g} TFLOP/s and costs "
+          f"{price:g} USD an hour. Gathers hide under the forward, a third of the computing, the "
+          f"rest under the backward. Per link the step in ms, its efficiency, USD per billion "
+          f"tokens. Assumed: " + ", ".join(f"{name} {a} us and {b} GB/s" for name, (a, b) in
+                                           LINKS.items())
+          + "; a message to each rank, as ddp.py has it, where NCCL's trees need log W.\n")
+    table(["mode", "W", "MB a rank (formula)",
+           *(cell for name in LINKS for cell in (name, "eff.", "USD"))], rows)
+
+
+def runs_of_tune():
+    runs = collections.defaultdict(list)
+    for r in read("tune"):
+        runs[r["label"]].append(r)
+    return runs
+
+
+def tune():
+    rows = []
+    for flags, runs in runs_of_tune().items():
+        rates = [r["tokens_per_sec"] for r in runs]
+        rows.append([f"`{flags}`", number(statistics.median(rates)), ", ".join(map(number, rates)),
+                     number(max(r["peak_mem_bytes"] for r in runs), 0, 1e-6)])
+    table(["flags", "tokens/s, median", "all", "peak MB a rank"], rows)
+
+
+def fastest():
+    runs = runs_of_tune()
+    print(max(runs, key=lambda flags: statistics.median(r["tokens_per_sec"] for r in runs[flags])))
+
+
+def link(*rates):
+    for rate in rates:
+        steps = Steps(f"link-{rate}")
+        digits, unit = re.match(r"([\d.]+)(.)", rate).groups()
+        bits_per_ms = float(digits) * dict(k=1, m=1e3, g=1e6)[unit]
+        sent = {"zero3": 1.5, "torch-fsdp": 1.5, "ddp-bf16": 0.5}  # times 4 Psi bytes
+        alone = steps.find("ddp@alone", 2)
+
+        def wire_ms(mode, W, r):
+            return 8 * 4 * sent.get(mode, 1) * r["n_params"] / bits_per_ms
+
+        def over_bound(mode, W, r):
+            return number(r["step_ms"] / max(alone["step_ms"], wire_ms(mode, W, r)), 2)
+
+        print(f"Two ranks, {rate} between them, each way. Computing alone, as ddp does it: "
+              f"{number(alone and alone['step_ms'])} ms. Bound: the larger of this and of the "
+              f"bytes sent over the bandwidth (those of fp32 for PowerSGD too).\n")
+        steps.table({
+            "bytes / bandwidth, ms": lambda *row: number(wire_ms(*row)),
+            "step over bound": over_bound if alone else lambda *row: "-",
+            "over torch's DDP": lambda mode, W, r: steps.ratio(mode, "torch-ddp", W),
+            "over torch's FSDP2": lambda mode, W, r: steps.ratio(mode, "torch-fsdp", W)})
+
+
+def gpu():
+    steps, run = Steps("gpu-steps"), {r["label"]: r for r in read("gpu-memory")}
+    steps.table({
+        "MFU": lambda mode, W, r: "-" if r["mfu"] is None else f"{r['mfu']:.1%}",
+        "over single": lambda mode, W, r: steps.ratio(mode, "single", W),
+        "peak MB": lambda mode, W, r: number(run.get(f"{mode} 1", {}).get("peak_mem_bytes"), 0,
+                                             1e-6)})
+
+
+if __name__ == "__main__":
+    command, *arguments = sys.argv[1:]
+    if command != "fastest":
+        print(f"## {command}: {where()}\n")
+    commands = dict(modes=modes, tune=tune, fastest=fastest, link=link, gpu=gpu,
+                    scaling=lambda *numbers: scaling(*map(float, numbers)))
+    commands[command](*arguments)
+PYTHON
+)
+
+# -------------------------------------------------------------------------------------------------
+# starting ranks
+
+# launch FILE LABEL W COMMAND...: W ranks of a command; its RESULT lines, labelled, go to FILE.jsonl;
+# without them, the reason why
+launch() {
+    local results=out/bench/$1.jsonl label=$2 world=$3 log=out/bench/log.txt
+    shift 3
+    echo "bench.sh: $label, W=$world" >&2
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node="$world" "$@" > $log 2>&1 \
+        || failed "$label" "$world" $log >> "$results"
+    collect "$label" $log >> "$results"
+}
+
+collect() { sed -n "s|^RESULT {|{\"label\": \"$1\", |p" "$2"; }
+
+failed() {
+    local why
+    why=$(grep -aE '^(\[rank[0-9]+\]: )?([A-Za-z.]*(Error|Exception)|train\.py):' "$3" | head -n 1 \
+        | tr -d '"\\\t' | cut -c -200) || why="exit status not 0, see out/bench/log.txt"
+    echo "bench.sh: failed: $why" >&2
+    printf '{"label": "%s", "world_size": %s, "failed": "%s"}\n' "$1" "$2" "$why"
+}
+
+steps() {  # FILE KINDS W FLAGS...
+    local file=$1 kinds=$2 world=$3
+    shift 3
+    launch "$file" "$kinds" "$world" --no-python python -c "$MEASURE" steps "$kinds" "$ROUNDS" "$@"
+}
+
+report() { python -c "$REPORT" "$@" | tee "out/bench/$1.md"; }
+
+# -------------------------------------------------------------------------------------------------
+# commands
+
+modes() {
+    local families=(single,naive,naive@alone,torch-ddp,torch-ddp@alone,ddp,ddp@alone
+                    torch-zero1,torch-zero1@alone,zero1,zero1@alone
+                    torch-fsdp-kept,torch-fsdp-kept@alone,zero2,zero2@alone
+                    torch-fsdp,torch-fsdp@alone,zero3,zero3@alone)
+    if python -c 'import importlib.util as u; assert u.find_spec("deepspeed")' 2> /dev/null; then
+        families+=(deepspeed-1,zero1 deepspeed-2,zero2 deepspeed-3,zero3)
+    else
+        echo "bench.sh: no rows of DeepSpeed: pip install deepspeed" >&2
+    fi
+    local world family mode flags=("${SMALL[@]}" "${FLAGS[@]}")
+    for world in $WORLDS; do
+        for family in "${families[@]}"; do
+            family=$(chosen "$family")
+            [[ -z $family ]] || steps modes-steps "$family" "$world" "${flags[@]}"
+        done
+        for mode in $(chosen "${families[*]}" | tr , '\n' | grep -v alone | sort -u); do
+            memory modes-memory "$mode" "$world" "${flags[@]}"
+        done
+    done
+    report modes
+}
+
+chosen() {  # the kinds among those of --modes, all without it
+    local kind kept=
+    for kind in ${1//,/ }; do
+        [[ -n $MODES && " $MODES " != *" ${kind%@alone} "* ]] || kept+=",$kind"
+    done
+    echo "${kept#,}"
+}
+
+memory() {  # FILE MODE W FLAGS...: of a run by itself
+    local file=$1 mode=$2 world=$3 batch
+    shift 3
+    batch=$((world * $(value_of --micro_batch_size "$@")))
+    case $mode in
+    single) [[ $world != 1 ]] || launch "$file" "$mode $world" 1 \
+                train.py --mode single --max_steps 4 --global_batch_size "$batch" "$@" ;;
+    *-kept | torch-zero1 | deepspeed* | bare) launch "$file" "$mode $world" "$world" \
+                --no-python python -c "$MEASURE" steps "$mode" 1 "$@" ;;
+    *) launch "$file" "$mode $world" "$world" \
+                train.py --mode "$mode" --max_steps 4 --global_batch_size "$batch" "$@" ;;
+    esac
+}
+
+value_of() {  # NAME FLAGS...: what the last of them says
+    local name=$1 value=
+    shift
+    while (($# > 1)); do
+        [[ $1 != "$name" ]] || value=$2
+        shift
+    done
+    echo "$value"
+}
+
+scaling() {
+    local flags=(--n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --micro_batch_size 4
+                 "${FLAGS[@]}") world  # 1024 tokens a rank: bound by computing
+    local most=${WORLDS##* } kinds=single,ddp,ddp@alone,zero3,zero3@alone
+    local batch=$((most * $(value_of --micro_batch_size "${flags[@]}")))
+    for world in $WORLDS; do
+        steps scaling-weak $kinds "$world" "${flags[@]}"
+        steps scaling-strong single,ddp,zero3 "$world" "${flags[@]}" --global_batch_size $batch
+        [[ $world == 1 ]] || launch scaling-collectives "collectives" "$world" \
+            --no-python python -c "$MEASURE" collectives "$ROUNDS" "${flags[@]}"
+    done
+    for world in 8 64 512 4096; do
+        launch scaling-held "memory of $world ranks" 1 --no-python python -c "$MEASURE" \
+            held ddp,zero1,zero2,zero3 $world "${PLAIN[@]}" --model gpt2 --tokenizer bytes \
+            --block_size 32 --micro_batch_size 1
+    done
+    report scaling "$PRICE" "$TFLOPS"
+}
+
+tune() {
+    local world=${WORLDS##* } flags=(--max_steps 12 "${FLAGS[@]}") batch size cap round best
+    batch=$(value_of --global_batch_size --global_batch_size 16 "${FLAGS[@]}")
+    flags+=(--global_batch_size "$batch")
+    for ((round = 0; round < ROUNDS; round++)); do
+        for ((size = 1; size * world <= batch; size *= 2)); do
+            ((batch % (size * world))) || launch tune "--micro_batch_size $size" "$world" train.py \
+                --micro_batch_size $size "${flags[@]}"
+        done
+    done
+    best=$(python -c "$REPORT" fastest)
+    for ((round = 0; round < ROUNDS; round++)); do
+        for cap in 1 5 25 100; do
+            launch tune "$best --bucket_cap_mb $cap" "$world" train.py \
+                $best --bucket_cap_mb $cap "${flags[@]}"
+        done
+    done
+    report tune
+    best=$(python -c "$REPORT" fastest)
+    printf 'Fastest:\n\n    torchrun --nproc_per_node=%s train.py --global_batch_size %s%s %s\n' \
+        "$world" "$batch" "$GIVEN" "$best" | tee -a out/bench/tune.md
+}
+
+link() {  # RATE...: as tc has it, 1gbit or 100mbit
+    local rate rank flags=("${SMALL[@]}" --micro_batch_size 4 "${FLAGS[@]}")
+    local kinds
+    kinds=$(chosen torch-ddp,ddp,ddp@alone,ddp-bf16,ddp-powersgd,zero1,zero2,torch-fsdp,zero3)
+    [[ $(uname) == Linux && $(id -u) == 0 ]] \
+        || die "link makes network namespaces: run it as root on Linux"
+    command -v ip tc > /dev/null || die "link needs ip and tc: install iproute2"
+    trap remove_link EXIT
+    for rate in "${RATES[@]}"; do
+        remove_link
+        make_link "$rate"
+        echo "bench.sh: $kinds at $rate" >&2
+        for rank in 1 0; do
+            GLOO_SOCKET_IFNAME=nanozero$rank OMP_NUM_THREADS=1 ip netns exec nanozero$rank \
+                torchrun --nnodes=2 --node_rank=$rank --nproc_per_node=1 --master_addr=10.77.0.1 \
+                --master_port=29477 --local-addr=10.77.0.$((rank + 1)) --no-python \
+                python -c "$MEASURE" steps "$kinds" "$ROUNDS" "${flags[@]}" \
+                > out/bench/log$rank.txt 2>&1 &
+        done
+        wait -n && wait -n || failed "$kinds" 2 out/bench/log0.txt >> "out/bench/link-$rate.jsonl"
+        wait
+        collect "$kinds" out/bench/log0.txt >> "out/bench/link-$rate.jsonl"
+    done
+    report link "${RATES[@]}"
+}
+
+make_link() {
+    local rank burst=256kb
+    [[ $1 != *mbit ]] || burst=64kb
+    for rank in 0 1; do ip netns add nanozero$rank; done
+    ip link add nanozero0 netns nanozero0 type veth peer name nanozero1 netns nanozero1
+    for rank in 0 1; do
+        ip -n nanozero$rank addr add 10.77.0.$((rank + 1))/24 dev nanozero$rank
+        ip -n nanozero$rank link set nanozero$rank up
+        ip -n nanozero$rank link set lo up
+        ip netns exec nanozero$rank tc qdisc replace dev nanozero$rank root tbf rate "$1" \
+            burst $burst latency 50ms || die "link $1: tc knows no such rate"
+    done
+}
+
+remove_link() { for rank in 0 1; do ip netns del nanozero$rank 2> /dev/null || true; done; }
+
+gpu() {
+    if ! python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())'; then
+        echo "bench.sh gpu: torch finds no CUDA device here"
+        return
+    fi
+    local flags=(--model gpt2 --dtype bf16 --compile --micro_batch_size 16 "${FLAGS[@]}") mode
+    steps gpu-steps bare,single,ddp,zero3 1 "${flags[@]}"
+    for mode in bare single ddp zero3; do memory gpu-memory $mode 1 "${flags[@]}"; done
+    report gpu
+}
+
+# -------------------------------------------------------------------------------------------------
+COMMAND=${1:-} WORLDS="1 2 4" ROUNDS=6 MODES='' PRICE=2.0 TFLOPS=400 GIVEN='' RATES=()
+case $COMMAND in
+modes | scaling | gpu) ;;
+tune) WORLDS=2 ROUNDS=3 ;;
+link) ROUNDS=2 ;;
+-h | --help | help) usage; exit ;;
+*) usage >&2; exit 2 ;;
+esac
+FLAGS=("${PLAIN[@]}")  # then those of the command line
+shift
+while (($#)); do
+    case $1 in
+    --worlds | --rounds | --modes | --price | --tflops)
+        (($# > 1)) || die "$1 needs a value"
+        declare "$(tr a-z A-Z <<< "${1#--}")=$2"
+        shift ;;
+    *)
+        if [[ $COMMAND == link && $1 != -* && -z $GIVEN ]]; then
+            RATES+=("$1")
+        else
+            FLAGS+=("$1")
+            GIVEN+=" $1"
+        fi ;;
+    esac
+    shift
+done
+[[ $WORLDS =~ ^[1-9][0-9]*(\ [1-9][0-9]*)*$ ]] || die "--worlds '$WORLDS': give ranks, '1 2 4'"
+[[ $ROUNDS =~ ^[1-9][0-9]*$ ]] || die "--rounds $ROUNDS: give a number, 1 or more"
+[[ $PRICE =~ ^[0-9.]+$ && $TFLOPS =~ ^[1-9][0-9.]*$ ]] || die "--price and --tflops are numbers"
+[[ $COMMAND != link || ${#RATES[@]} != 0 ]] || die "link needs rates: 1gbit, 100mbit"
+python -c 'import sys, train
+try:
+    train.check(train.parse_args(sys.argv[1:]))
+except train.UserError as error:
+    sys.exit(f"bench.sh: {error}")' "${SMALL[@]}" "${FLAGS[@]}" || exit 2
+trap 'exit 130' INT  # torchrun hears it too, and ends in order: its row would just count as failed
+mkdir -p out/bench
+rm -f "out/bench/$COMMAND"*
+"$COMMAND"
+! grep -qs '"failed"' "out/bench/$COMMAND"*.jsonl  # the exit status
