@@ -201,6 +201,7 @@ def steps(kinds, rounds, *flags):
             step_ms=1e3 * step_s, all_ms=[1e3 * s for s in seconds], tokens_per_sec=rate,
             mfu=peak and rate * kind.flops_per_token / worker.world_size / peak,
             comm_exposed_ms=waited, peak_mem_bytes=worker.peak_mem_bytes(),
+            start_mem_bytes=worker.start_mem_bytes,
             **kind.bytes_per_param())
 
 
@@ -356,11 +357,12 @@ def modes():
     steps = Steps("modes-steps")
     run = {r["label"]: r for r in read("modes-memory")}  # by itself
 
-    def peak(mode, W):
-        return run.get(f"{mode} {W}", {}).get("peak_mem_bytes")
+    def growth(mode, W):
+        held = run.get(f"{mode} {W}")
+        return held and held["peak_mem_bytes"] - held["start_mem_bytes"]
 
-    def peak_ratio(mode, W, r):
-        ours, theirs = peak(mode, W), peak(COUNTERPART.get(mode), W)
+    def growth_ratio(mode, W, r):
+        ours, theirs = growth(mode, W), growth(COUNTERPART.get(mode), W)
         return f"{ours / theirs:.2f}" if ours and theirs else "-"
 
     def per_parameter(mode, W, r):
@@ -373,8 +375,9 @@ def modes():
         "step over torch's": lambda mode, W, r: steps.ratio(mode, COUNTERPART.get(mode), W),
         "over DeepSpeed's": lambda mode, W, r: steps.ratio(mode, f"deepspeed-{mode[-1]}", W)
         if mode.startswith("zero") else "-",
-        "peak MB a rank": lambda mode, W, r: number(peak(mode, W), 0, 1e-6),
-        "over torch's": peak_ratio,
+        "peak MB a rank, less Python and torch":
+            lambda mode, W, r: number(growth(mode, W), 0, 1e-6),
+        "over torch's": growth_ratio,
         "bytes a parameter (formula)": per_parameter})
     steps.noise()
 
@@ -545,8 +548,8 @@ PYTHON
 # -------------------------------------------------------------------------------------------------
 # starting ranks
 
-# launch FILE LABEL W COMMAND...: W ranks of a command; its RESULT lines, labelled, go to FILE.jsonl;
-# without them, the reason why
+# launch FILE LABEL W COMMAND...: W ranks of a command. Its RESULT lines, labelled, go to
+# FILE.jsonl, or else the reason why.
 launch() {
     local results=out/bench/$1.jsonl label=$2 world=$3 log=out/bench/log.txt
     shift 3

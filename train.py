@@ -398,6 +398,7 @@ class Worker:
     group: dist.ProcessGroup | None = None  # of these ranks; None: all that there are
     doing: str = "starting"  # for the line that tells where a run has failed
     pids: list = field(default_factory=list)  # of all ranks
+    start_mem_bytes: int = 0  # held before there is a model: Python, torch, connections
 
     def to_device(self, *tensors):
         """Tensors on the device; on CUDA from pinned memory, without waiting for the copy."""
@@ -490,7 +491,9 @@ def start(config):
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError(f"--mode single is one process, but torchrun started "
                             f"{os.environ['WORLD_SIZE']}: choose one of {' '.join(MODES[1:])}")
-        return Worker(0, 1, device)
+        worker = Worker(0, 1, device)
+        worker.start_mem_bytes = worker.peak_mem_bytes()
+        return worker
     # NCCL refuses two ranks on one GPU; gloo does not.
     nccl = 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus
     timeout = datetime.timedelta(seconds=config.timeout_s)
@@ -504,6 +507,7 @@ def start(config):
                        f"{config.timeout_s}: {error}") from error
     worker = Worker(rank, world_size, device)
     worker.pids = worker.gather(os.getpid())
+    worker.start_mem_bytes = worker.peak_mem_bytes()
     return worker
 
 
@@ -1338,6 +1342,7 @@ class Log:
                       val_loss=self.last.get("val_loss"), step_ms=1e3 * step_s,
                       tokens_per_sec=self.tokens_per_step / step_s,
                       peak_mem_bytes=peak_mem_bytes.item(),
+                      start_mem_bytes=self.worker.start_mem_bytes,
                       param_sha256=param_sha256, threads=self.config.threads,
                       comm_exposed_ms=exposed_ms, mfu=self.mfu(step_s), **self.held)
         self.say("RESULT " + json.dumps(finite(result)))

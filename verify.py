@@ -38,6 +38,7 @@ import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -226,20 +227,33 @@ def run_row(function, W, arguments, groups):
 
 
 def run_checks(chosen, full):
-    """Run every row of the chosen checks, print the table, return the number of failures."""
+    """Run every row of the chosen checks, print the table, return the number of failures.
+
+    Rows of W = 1, most of which wait for runs that they have started, go in a lane beside the rest.
+    """
+    rows = [(function, row) for function in chosen
+            for row in (function.full if full else function.sampled)]
+    lanes = [[(function, row) for function, row in rows if (row["W"] == 1) == alone]
+             for alone in (True, False)]
     outcomes, groups = [], {}
     print(f"{'check':33s} W  {'compared':56s} {'largest difference':>18s} seconds")
+
+    def run_lane(lane):
+        for function, row in lane:
+            arguments = {name: value for name, value in row.items() if name != "W"}
+            start_s = time.monotonic()
+            outcome, compared, difference = run_row(function, row["W"], arguments, groups)
+            outcomes.append(outcome)
+            print(f"{function.__name__:33s} {row['W']}  {compared:56s} {difference:>18s} "
+                  f"{time.monotonic() - start_s:7.1f}", flush=True)
+
+    pool = concurrent.futures.ThreadPoolExecutor(2)
     try:
-        for function in chosen:
-            for row in function.full if full else function.sampled:
-                arguments = {name: value for name, value in row.items() if name != "W"}
-                start_s = time.monotonic()
-                outcome, compared, difference = run_row(function, row["W"], arguments, groups)
-                outcomes.append(outcome)
-                print(f"{function.__name__:33s} {row['W']}  {compared:56s} {difference:>18s} "
-                      f"{time.monotonic() - start_s:7.1f}", flush=True)
+        list(pool.map(run_lane, lanes))
     finally:
-        for ranks in groups.values():
+        for lane in lanes:
+            lane.clear()  # after Ctrl-C they end with the row that they are in, which fails:
+        for ranks in list(groups.values()):
             ranks.kill()
     skipped = f", {outcomes.count('skipped')} skipped" if "skipped" in outcomes else ""
     print(f"{outcomes.count('passed')} passed, {outcomes.count('failed')} failed{skipped}")
@@ -2906,7 +2920,8 @@ def bad_input_of_many_ranks():
 METRICS = {"step", "loss", "lr", "grad_norm", "param_norm", "tokens_per_sec", "step_ms",
            "comm_exposed_ms", "mfu", "mem_bytes"}
 RESULT = {"mode", "world_size", "steps", "train_loss", "val_loss", "tokens_per_sec", "step_ms",
-          "peak_mem_bytes", "param_sha256", "threads"}
+          "peak_mem_bytes", "param_sha256", "threads", "start_mem_bytes", "comm_exposed_ms", "mfu",
+          "bytes_per_param", "bytes_per_param_formula"}
 
 
 def promised_output(mode, W, folder):
@@ -2928,6 +2943,12 @@ def promised_output(mode, W, folder):
     assert result.keys() == RESULT, result.keys()
     assert (result["mode"], result["world_size"], result["steps"]) == (mode, W, 3)
     assert result["train_loss"] == lines[-1]["loss"] and result["val_loss"] == lines[-1]["val_loss"]
+    assert 0 < result["start_mem_bytes"] < result["peak_mem_bytes"]
+    exposed = [line["comm_exposed_ms"] for line in lines]
+    assert result["comm_exposed_ms"] == (None if None in exposed else statistics.median(exposed))
+    n_params = int(re.search(r"^([\d,]+) parameters", stdout, re.M).group(1).replace(",", ""))
+    for key, column in zip(("bytes_per_param", "bytes_per_param_formula"), zip(*sizes)):
+        assert abs(1e-6 * n_params * result[key] - sum(map(float, column))) < 0.02, (key, held)
     return result, stdout[stdout.index("val loss", stdout.index("step     3")):-len(last) - 1]
 
 
@@ -2969,6 +2990,118 @@ def zero3_trains_what_does_not_fit():
         code, stdout, stderr = run_main([*argv, "--mode", "zero3"], 4, plant=limit_memory)
         assert code == 0 and "RESULT" in stdout, stderr
     return "24 layers, 256 wide: single, ddp and zero3 at W = 4", 0.0
+
+
+@check([dict(W=1)])
+def profile_shows_what_overlaps():
+    """--profile leaves a trace a rank, in which a bar goes from the start of each exchange to the
+    end of the wait for it, and computing goes on beside; it changes no bit."""
+    reductions = {f"reduce bucket {n}" for n in range(3)}
+    expected = {"zero3": reductions | {"gather the root", "gather blocks.0", "gather blocks.1"},
+                "ddp": reductions}
+    with tempfile.TemporaryDirectory() as folder:
+        for mode, bars in expected.items():
+            with_and_without = on_both_cores(lambda n: finish(2, tiny(
+                f"{folder}/{mode}{n}", mode=mode, profile=n, n_layer=2, max_steps=5,
+                bucket_cap_mb=0.01, save_interval=0)), (0, 2))
+            assert len({result["param_sha256"] for result in with_and_without}) == 1
+            for rank in range(2):
+                check_trace(f"{folder}/{mode}2/trace_rank{rank}.json", bars)
+        finish(1, tiny(f"{folder}/short", mode="single", profile=9, max_steps=2, save_interval=0))
+    return "traces of 2 steps of zero3 and ddp; a run of fewer steps", 0.0
+
+
+def check_trace(path, expected):
+    events = json.loads(pathlib.Path(path).read_text())["traceEvents"]
+    spans = {}  # name -> [(start, end)] in the thread that computes, in us
+    for event in events:
+        if event["ph"] == "X":
+            spans.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+    assert sum(name.startswith("ProfilerStep") for name in spans) == 2, sorted(spans)[:20]
+    begun = {event["id"]: event for event in events if event["ph"] == "b"}
+    ended = {event["id"]: event for event in events if event["ph"] == "e"}
+    assert begun.keys() == ended.keys() and {bar["name"] for bar in begun.values()} == expected
+    for number, bar in begun.items():
+        first, last = bar["ts"], ended[number]["ts"]
+        assert any(start == first for start, _ in spans[f"start: {bar['name']}"])
+        assert any(end == last for _, end in spans[f"wait: {bar['name']}"])
+    beside = [name for bar in begun.values() for name in ("aten::mm", "aten::addmm")
+              for start, end in spans.get(name, [])
+              if bar["ts"] < start and end < ended[bar["id"]]["ts"]]
+    assert beside, f"{path}: nothing is computed beside an exchange"
+
+
+def report_of_bench():
+    """The names that the Python of bench.sh's tables defines."""
+    script = (HERE / "bench.sh").read_text()
+    source = re.search(r"^REPORT=\$\(cat <<'PYTHON'\n(.*?)^PYTHON$", script, re.M | re.S).group(1)
+    names = {"__name__": "report"}
+    exec(source, names)
+    return names
+
+
+@check([dict(W=1)])
+def bench_fits_its_model():
+    """The alpha-beta model is found again in times made from it; a ratio is one of medians."""
+    report = report_of_bench()
+    alpha, beta = 0.2, 1e-6
+    for W in (2, 4):
+        made = [(W - 1, (W - 1) / W * n, report["exchange_ms"](alpha, beta, W, n))
+                for n in (2**14, 2**20, 2**26)]
+        found = report["fit"](made)
+        assert np.allclose(found, (alpha, beta), rtol=1e-6), found
+    slow, fast = dict(all_ms=[6.0, 8.0, 7.0]), dict(all_ms=[2.0, 1.0, 3.0])
+    assert report["ratio"](slow, fast).startswith("3.50 ("), report["ratio"](slow, fast)
+    return "W = 2 and 4, three sizes", 0.0
+
+
+@check([dict(W=1)], limit_s=120)
+def bench_makes_tables():
+    """bench.sh prints the rows it is asked for, says why one has failed, and runs the rest; an
+    option that cannot be is refused in one line."""
+    sizes = {**dict(zip(TINY[::2], TINY[1::2])), "--micro_batch_size": 1}
+    for name in ("--max_steps", "--eval_steps", "--sample_tokens", "--global_batch_size",
+                 "--eval_interval", "--check_interval", "--save_interval"):
+        sizes.pop(name, None)
+    flags = [str(word) for pair in sizes.items() for word in pair]
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("bench.sh", "model.py", "ddp.py", "zero.py", "train.py"):
+            shutil.copy(HERE / name, folder)
+        # a torchrun that cannot start train.py in mode ddp, and leaves the rest to the real one
+        launcher = pathlib.Path(folder, "bin", "torchrun")
+        launcher.parent.mkdir()
+        launcher.write_text(f"#!/bin/sh\ncase \"$*\" in *'--mode ddp'*) echo 'OSError: planted'; "
+                            f"exit 1;; esac\nexec {sys.executable} -m torch.distributed.run "
+                            f"\"$@\"\n")
+        launcher.chmod(0o755)
+        path = os.pathsep.join((str(launcher.parent), str(pathlib.Path(sys.executable).parent),
+                                os.environ["PATH"]))
+
+        def bench(arguments):
+            return subprocess.run(["bash", "bench.sh", *arguments], cwd=folder, text=True,
+                                  capture_output=True, env={**os.environ, "PATH": path})
+
+        run, refused_rounds, refused_flag, no_gpu = on_both_cores(bench, [
+            ("modes", "--worlds", "1", "--rounds", "1", "--modes", "single ddp", *flags),
+            ("modes", "--rounds", "0"), ("tune", "--n_layr", "4"), ("gpu",)])
+        kept = pathlib.Path(folder, "out", "bench", "modes.md").read_text()
+    assert run.returncode == 1 and kept == run.stdout, run.stderr
+    assert "Failed: ddp 1 at W=1: OSError: planted" in run.stdout, run.stdout
+    rows = {cells[1].strip(): [cell.strip() for cell in cells] for cells in
+            (line.split("|") for line in run.stdout.splitlines()) if len(cells) > 3}
+    head = rows.pop("mode")
+    assert rows.keys() == {"---", "single", "ddp"}, run.stdout
+    for mode, row in rows.items():
+        if mode != "---":
+            cell = dict(zip(head, row))
+            assert float(cell["step ms (quartiles)"].split()[0].replace(",", "")) > 0
+            assert (cell["peak MB a rank, less Python and torch"] == "-") == (mode == "ddp"), row
+            assert (cell["bytes a parameter (formula)"] == "16.00 (16.00)") == (mode == "single")
+    for refused_run, text in ((refused_rounds, "--rounds 0"), (refused_flag, "--n_layr")):
+        assert refused_run.returncode == 2 and text in refused_run.stderr, refused_run.stderr
+        assert refused_run.stderr.count("\n") == 1, refused_run.stderr
+    assert no_gpu.returncode == 0 and no_gpu.stdout.count("\n") == 1, no_gpu.stdout
+    return "rows of single and ddp, one planted failure, two refusals", 0.0
 
 
 @check([dict(W=1)])
