@@ -292,6 +292,14 @@ def table(head, rows):
     print()
 
 
+def chart(title, bars):
+    """{label: length} as Mermaid has it."""
+    names = ", ".join(f'"{name}"' for name in bars)
+    lengths = ", ".join(f"{length:.1f}" for length in bars.values())
+    print(f'```mermaid\nxychart-beta horizontal\n    title "{title}"\n    x-axis [{names}]\n'
+          f"    y-axis 0 --> {1.1 * max(bars.values()):.0f}\n    bar [{lengths}]\n```\n")
+
+
 def number(x, digits=0, factor=1):
     return "-" if x is None else f"{factor * x:,.{digits}f}"
 
@@ -380,6 +388,14 @@ def modes():
         "over torch's": growth_ratio,
         "bytes a parameter (formula)": per_parameter})
     steps.noise()
+    held = {f"{mode}, W={W}": run[f"{mode} {W}"]["bytes_per_param"]
+            for W in steps.worlds for mode in ("ddp", "zero1", "zero2", "zero3")
+            if f"{mode} {W}" in run}
+    if held:
+        chart("Bytes a parameter on a rank after a step: weights, gradients, Adam", held)
+    for W in steps.worlds:
+        chart(f"Milliseconds a step, W={W}", {mode: r["step_ms"] for mode in ORDER
+                                              if (r := steps.find(mode, W))})
 
 
 def fit(points):
