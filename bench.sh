@@ -21,7 +21,7 @@
 # process group that sends nothing (torch's fake one), so that the difference is what communication
 # costs. A ratio is one of medians; beside it its 90 % interval, by resampling the steps.
 #
-# Cost: modes half an hour on two cores, scaling 15 minutes, tune and link 1gbit 6 each.
+# Cost: on two cores modes take half an hour, scaling 15 minutes, tune and link 1gbit 4 each.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -221,21 +221,22 @@ def held(kinds, world_size, *flags):
 
 
 def collectives(rounds, *flags):
-    config, worker, _ = begin(flags)
-    verbs = {"reduce-scatter": ddp.reduce_scatter,
-             "all-gather": lambda flat: ddp.wait_for(ddp.all_gather(flat))}
-    seconds = {}
-    for visit in range(1 + 3 * int(rounds)):
-        for n_bytes in (2**k for k in range(14, 27, 2)):
-            for verb, function in verbs.items():
-                flat = torch.ones(n_bytes // 4)
+    _, worker, _ = begin(flags)
+    for n_bytes in (2**k for k in range(14, 27, 2)):
+        flat = torch.ones(n_bytes // 4)
+        scratch = torch.ones(n_bytes // 4)
+        verbs = {"reduce-scatter": lambda: ddp.reduce_scatter(flat, scratch=scratch),
+                 "all-gather": lambda: ddp.wait_for(ddp.all_gather(flat))}
+        for verb, function in verbs.items():
+            seconds = []
+            for _ in range(1 + 5 * int(rounds)):
+                flat.fill_(1.0)
                 dist.barrier()
                 start_s = time.perf_counter()
-                function(flat)
-                seconds.setdefault((verb, n_bytes), []).append(time.perf_counter() - start_s)
-    for (verb, n_bytes), all_s in seconds.items():
-        say(verb=verb, world_size=worker.world_size, bytes=n_bytes,
-            ms=1e3 * statistics.median(all_s[1:]))
+                function()
+                seconds.append(time.perf_counter() - start_s)
+            say(verb=verb, world_size=worker.world_size, bytes=n_bytes,
+                ms=1e3 * statistics.median(seconds[1:]))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
-FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early; torch's default too
+FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early; each next one doubles
 PIECE_BYTES = 32 * 2**20  # largest part of a buffer exchanged at once: bounds the scratch buffer
 
 
@@ -496,7 +496,8 @@ class DDP(Reducer):
     """Average gradients over the ranks of process_group during every backward of module.
 
     device_ids: None, or the one CUDA device of module, to which inputs are moved.
-    bucket_cap_mb: a bucket is full at this size; the first of each device and dtype at 1 MB.
+    bucket_cap_mb: a bucket is full at this size; the first of each device and dtype at 1 MB, the
+    next ones at 2, 4, 8 and 16.
     find_unused_parameters: accept that a backward leaves parameters out. One that some rank used
     counts as zero elsewhere; one that no rank used keeps its gradient, None. Otherwise every rank
     raises RuntimeError, naming them.
@@ -572,7 +573,7 @@ class DDP(Reducer):
                 filling.setdefault(kind, []).append(p)
                 if sum(q.numel() * q.element_size() for q in filling[kind]) >= caps[kind]:
                     full.append(filling.pop(kind))  # in the order in which backwards fill them
-                    caps[kind] = cap
+                    caps[kind] = min(2 * caps[kind], cap)  # the wire is never idle for long
         full += filling.values()
         self._buckets = [Bucket(i, i == len(full) - 1, ps) for i, ps in enumerate(full)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.views}

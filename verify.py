@@ -1201,13 +1201,13 @@ def ddp_is_torch_ddp(accumulation):
 @check([dict(W=1)])
 def ddp_buckets():
     """Parameters fall into buckets from the last to the first, one list per dtype; a bucket is full
-    when it reaches its cap, the first of a dtype at 1 MB."""
+    when it reaches its cap, the first of a dtype at 1 MB, the next at twice as much."""
     module = torch.nn.ParameterDict({f"p{i}": torch.zeros(1024, n, dtype=dtype) for i, (n, dtype) in
                                      enumerate(((100, torch.float32), (300, torch.float32),
                                                 (300, torch.float64), (200, torch.float32),
                                                 (600, torch.float32), (10, torch.float64),
                                                 (200, torch.float32), (100, torch.float32)))})
-    expected = {25: "p7 p6|p5 p2|p4 p3 p1 p0", 2: "p7 p6|p4|p5 p2|p3 p1 p0",
+    expected = {25: "p7 p6|p4|p5 p2|p3 p1 p0", 2: "p7 p6|p4|p5 p2|p3 p1 p0",
                 0.5: "p7 p6|p4|p3|p5 p2|p1|p0", 1e-9: "p7|p6|p5|p4|p3|p2|p1|p0"}
     names = {p: name for name, p in module.items()}
     for cap, layout in expected.items():
