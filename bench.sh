@@ -359,7 +359,7 @@ class Steps:
                 apart.append(abs(first / second - 1))
         if apart:
             print(f"Noise: a ratio from the first half of the steps and one from the second differ "
-                  f"by {statistics.median(apart):.0%} in the median, by {max(apart):.0%} at most.\n")
+                  f"by {statistics.median(apart):.0%} in the median, {max(apart):.0%} at most.\n")
 
 
 def modes():
