@@ -3050,7 +3050,7 @@ def bench_fits_its_model():
                 for n in (2**14, 2**20, 2**26)]
         found = report["fit"](made)
         assert np.allclose(found, (alpha, beta), rtol=1e-6), found
-    slow, fast = dict(all_ms=[6.0, 8.0, 7.0]), dict(all_ms=[2.0, 1.0, 3.0])
+    slow, fast = dict(all_ms=[6.0, 20.0, 7.0]), dict(all_ms=[2.0, 1.0, 9.0])
     assert report["ratio"](slow, fast).startswith("3.50 ("), report["ratio"](slow, fast)
     return "W = 2 and 4, three sizes", 0.0
 
