@@ -78,17 +78,20 @@ class Kind:
         if self.config.mode == "single" and "deepspeed" not in name:
             self.worker = dataclasses.replace(worker, rank=0, world_size=1)
             self.config.global_batch_size //= worker.world_size
-        elif alone and self.config.mode != "torch-ddp":  # whose reducer wants results
+        elif alone:
             self.worker = dataclasses.replace(worker, group=dist.new_group(backend="fake"))
         plain = train.build_model(self.config, tokenizer)
         self.n_params = sum(p.numel() for p in plain.parameters())
         self.flops_per_token = plain.flops_per_token()
-        self.model = train.wrap(plain, self.config, self.worker)
+        self.n_layer = plain.config.n_layer
+        # torch's reducer wants results, which the fake group has not: its no-op hook instead
+        noop = alone and self.config.mode == "torch-ddp"
+        self.model = train.wrap(plain, self.config, worker if noop else self.worker)
         self.optimizer = train.make_optimizer(self.model, self.config)
         self.scaler = train.make_scaler(self.config, self.worker)
         if alone and isinstance(self.model, ddp.Reducer):
             self.model.find_unused_parameters = True  # nobody says what other ranks use
-        if alone and self.config.mode == "torch-ddp":
+        if noop:
             self.model.register_comm_hook(None, debugging_hooks.noop_hook)
         if self.base == "ddp-bf16":
             self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
@@ -149,6 +152,10 @@ class Kind:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def exchanges(self):
+        """Into how many gathers, or reductions, the parameters are divided."""
+        return len(getattr(self.model, "_units", getattr(self.model, "_buckets", [])))
+
     def bytes_per_param(self):
         if self.base.startswith("deepspeed"):
             return {}
@@ -201,7 +208,8 @@ def steps(kinds, rounds, *flags):
             step_ms=1e3 * step_s, all_ms=[1e3 * s for s in seconds], tokens_per_sec=rate,
             mfu=peak and rate * kind.flops_per_token / worker.world_size / peak,
             comm_exposed_ms=waited, peak_mem_bytes=worker.peak_mem_bytes(),
-            start_mem_bytes=worker.start_mem_bytes,
+            start_mem_bytes=worker.start_mem_bytes, n_layer=kind.n_layer,
+            exchanges=kind.exchanges(),
             **kind.bytes_per_param())
 
 
@@ -212,10 +220,10 @@ def held(kinds, world_size, *flags):
         if isinstance(kind.model, ddp.Reducer):
             kind.model.find_unused_parameters = True
         kind.step(0)
-        say(mode=name, world_size=int(world_size), n_params=kind.n_params,
-            flops_per_token=kind.flops_per_token,
-            exchanges=len(getattr(kind.model, "_units", getattr(kind.model, "_buckets", []))),
-            **kind.bytes_per_param())
+        usual = dataclasses.replace(config, block_size=None, mode="zero3")  # 1024 tokens, on meta
+        say(mode=name, world_size=int(world_size), n_params=kind.n_params, n_layer=kind.n_layer,
+            flops_per_token=train.build_model(usual, context[2]).flops_per_token(),
+            exchanges=kind.exchanges(), **kind.bytes_per_param())
         del kind
         gc.collect()
 
@@ -305,9 +313,11 @@ def number(x, digits=0, factor=1):
     return "-" if x is None else f"{factor * x:,.{digits}f}"
 
 
-def ratio(a, b, key="all_ms"):
-    """Of medians, and where it lies in 90 % of resamplings."""
-    a, b, chance = a[key], b[key], random.Random(0)
+def ratio(a, b):
+    """Of medians, and, of enough steps, where it lies in 90 % of resamplings."""
+    a, b, chance = a["all_ms"], b["all_ms"], random.Random(0)
+    if len(a) < 8:
+        return f"{statistics.median(a) / statistics.median(b):.2f}"
     drawn = sorted(statistics.median(chance.choices(a, k=len(a)))
                    / statistics.median(chance.choices(b, k=len(b))) for _ in range(1000))
     best = statistics.median(a) / statistics.median(b)
@@ -326,8 +336,8 @@ class Steps:
                      and (not beside or beside in r["label"].split(","))), None)
 
     def ratio(self, mode, other, W):
-        a, b = other and self.find(mode, W, other), other and self.find(other, W, mode)
-        return ratio(a, b) if a and b else "-"
+        ours, theirs = self.find(mode, W, beside=other), self.find(other, W, beside=mode)
+        return ratio(ours, theirs) if other and ours and theirs else "-"
 
     def more_than_alone(self, mode, W):
         r, alone = self.find(mode, W, f"{mode}@alone"), self.find(f"{mode}@alone", W)
@@ -340,7 +350,7 @@ class Steps:
             for mode in ORDER:
                 r = self.find(mode, W, COUNTERPART.get(mode)) or self.find(mode, W)
                 if r is not None:
-                    low, _, high = statistics.quantiles(r["all_ms"], n=4)
+                    low, _, high = statistics.quantiles(r["all_ms"], n=4, method="inclusive")
                     rows.append([mode, str(W), f"{r['step_ms']:,.0f} ({low:,.0f} to {high:,.0f})",
                                  number(r["tokens_per_sec"]), number(r["comm_exposed_ms"]),
                                  *(cell(mode, W, r) for cell in cells.values())])
@@ -413,6 +423,13 @@ def exchange_ms(alpha_ms, beta_ms, W, n_bytes, times=1):
     return times * (W - 1) * alpha_ms + (W - 1) / W * n_bytes * beta_ms
 
 
+def gathers(r):
+    """How often a step gathers all parameters: in stage 3 twice, but for the two units that the
+    backward finds in their slots; in other stages once, in ddp as the second half of an all-reduce.
+    """
+    return 2 - 2 / r["n_layer"] if r["mode"] == "zero3" else 1
+
+
 def scaling(price, tflops):
     print("Weak: the same work a rank. Strong: the same work in all. Efficiency: over W processes "
           "on the same cores that know nothing of each other.\n")
@@ -427,8 +444,8 @@ def scaling(price, tflops):
                     rows.append([name, mode, str(W), number(r["tokens_per_sec"]),
                                  f"{r['tokens_per_sec'] / first['tokens_per_sec']:.2f}",
                                  number(single["tokens_per_sec"]), ratio(single, r)])
-    table(["scaling", "mode", "W", "tokens/s", "over W=1", "tokens/s of W processes", "efficiency"],
-          rows)
+    table(["scaling", "mode", "W", "tokens/s", "over the first", "tokens/s of W processes",
+           "efficiency"], rows)
     links = fit_links()
     predict_here(Steps("scaling-weak"), links)
     predict_there(price, tflops)
@@ -456,17 +473,19 @@ def predict_here(steps, links):
           "cores.\n")
     rows = []
     for W in steps.worlds:
-        for mode, n_gathers in (("ddp", 1), ("zero3", 2)):
+        for mode in ("ddp", "zero3"):
             r, alone = steps.find(mode, W), steps.find(f"{mode}@alone", W)
             if r and alone and ("all-gather", W) in links:
-                n_bytes = 4 * r["n_params"]
-                exchanges = (exchange_ms(*links["reduce-scatter", W], W, n_bytes)
-                             + n_gathers * exchange_ms(*links["all-gather", W], W, n_bytes))
+                whole = W, 4 * r["n_params"], r["exchanges"]
+                exchanges = (exchange_ms(*links["reduce-scatter", W], *whole)
+                             + gathers(r) * exchange_ms(*links["all-gather", W], *whole))
                 predicted = alone["step_ms"] + exchanges
                 rows.append([mode, str(W), number(alone["step_ms"]), number(exchanges),
-                             number(predicted), number(r["step_ms"]),
+                             number(r["step_ms"] - alone["step_ms"]), number(predicted),
+                             number(r["step_ms"]),
                              f"{predicted / r['step_ms'] - 1:+.0%}"])
-    table(["mode", "W", "alone ms", "exchanges ms", "predicted ms", "measured ms", "error"], rows)
+    table(["mode", "W", "alone ms", "exchanges, predicted ms", "more than alone, measured ms",
+           "step, predicted ms", "step, measured ms", "error"], rows)
 
 
 LINKS = {"10 Gbit/s": (30, 1.25), "100 Gbit/s": (5, 12.5), "NVLink": (3, 450)}  # us, GB/s
@@ -481,16 +500,19 @@ def predict_there(price, tflops):
                                f"({1e-6 * Psi * r['bytes_per_param_formula']:,.1f})"]
         for alpha_us, gigabytes in LINKS.values():
             once = exchange_ms(1e-3 * alpha_us, 1e-6 / gigabytes, W, 4 * Psi, r["exchanges"])
-            step = (max(compute / 3, 0 if mode == "ddp" else once)
-                    + max(2 / 3 * compute, once if mode in ("zero1", "zero2") else 2 * once))
+            # under the forward a gather, which ddp has not; under the backward what is left
+            in_forward = 0 if mode == "ddp" else once
+            in_backward = (1 + gathers(r)) * once - in_forward
+            step = max(compute / 3, in_forward) + max(2 / 3 * compute, in_backward)
             row += [f"{step:,.0f}", f"{compute / step:.0%}",
                     f"{price / 3600 * 1e9 * 1e-3 * step / tokens:,.2f}"]
         rows.append(row)
     print(f"Predicted, not measured, but for memory, which is that of real tensors after a step in "
           f"torch's fake process group: gpt2 with bytes for tokens (85M parameters), {tokens:,} "
-          f"tokens a rank and step, all in fp32, a GPU that reaches {tflops:g} TFLOP/s and costs "
-          f"{price:g} USD an hour. Gathers hide under the forward, a third of the computing, the "
-          f"rest under the backward. Per link the step in ms, its efficiency, USD per billion "
+          f"tokens a rank and step in blocks of 1024, 16-bit math and fp32 exchanges, a GPU that "
+          f"reaches {tflops:g} TFLOP/s and costs {price:g} USD an hour. Memory is that between "
+          f"steps, without what forward and backward need for a while. Gathers hide under the "
+          f"forward, a third of the computing, the rest under the backward. Per link the step in ms, its efficiency, USD per billion "
           f"tokens. Assumed: " + ", ".join(f"{name} {a} us and {b} GB/s" for name, (a, b) in
                                            LINKS.items())
           + "; a message to each rank, as ddp.py has it, where NCCL's trees need log W.\n")
@@ -524,18 +546,19 @@ def link(*rates):
         steps = Steps(f"link-{rate}")
         digits, unit = re.match(r"([\d.]+)(.)", rate).groups()
         bits_per_ms = float(digits) * dict(k=1, m=1e3, g=1e6)[unit]
-        sent = {"zero3": 1.5, "torch-fsdp": 1.5, "ddp-bf16": 0.5}  # times 4 Psi bytes
         alone = steps.find("ddp@alone", 2)
 
         def wire_ms(mode, W, r):
-            return 8 * 4 * sent.get(mode, 1) * r["n_params"] / bits_per_ms
+            sent = 1 / 2 if mode == "ddp-bf16" else 3 / 2 if mode == "torch-fsdp" else (
+                1 + gathers(r)) / 2  # times 4 Psi bytes
+            return 8 * 4 * sent * r["n_params"] / bits_per_ms
 
         def over_bound(mode, W, r):
             return number(r["step_ms"] / max(alone["step_ms"], wire_ms(mode, W, r)), 2)
 
         print(f"Two ranks, {rate} between them, each way. Computing alone, as ddp does it: "
               f"{number(alone and alone['step_ms'])} ms. Bound: the larger of this and of the "
-              f"bytes sent over the bandwidth (those of fp32 for PowerSGD too).\n")
+              f"bytes that it has to send over the bandwidth (those of fp32 for PowerSGD too).\n")
         steps.table({
             "bytes / bandwidth, ms": lambda *row: number(wire_ms(*row)),
             "step over bound": over_bound if alone else lambda *row: "-",
@@ -655,7 +678,8 @@ value_of() {  # NAME FLAGS...: what the last of them says
 scaling() {
     local flags=(--n_layer 6 --n_head 6 --n_embd 384 --block_size 256 --micro_batch_size 4
                  "${FLAGS[@]}") world  # 1024 tokens a rank: bound by computing
-    local most=${WORLDS##* } kinds=single,ddp,ddp@alone,zero3,zero3@alone
+    local most kinds=single,ddp,ddp@alone,zero3,zero3@alone
+    most=$(tr ' ' '\n' <<< "$WORLDS" | sort -n | tail -n 1)
     local batch=$((most * $(value_of --micro_batch_size "${flags[@]}")))
     for world in $WORLDS; do
         steps scaling-weak $kinds "$world" "${flags[@]}"
@@ -701,7 +725,7 @@ link() {  # RATE...: as tc has it, 1gbit or 100mbit
     [[ $(uname) == Linux && $(id -u) == 0 ]] \
         || die "link makes network namespaces: run it as root on Linux"
     command -v ip tc > /dev/null || die "link needs ip and tc: install iproute2"
-    trap remove_link EXIT
+    trap 'kill $(jobs -p) 2> /dev/null; wait; remove_link' EXIT
     for rate in "${RATES[@]}"; do
         remove_link
         make_link "$rate"
@@ -713,6 +737,7 @@ link() {  # RATE...: as tc has it, 1gbit or 100mbit
                 python -c "$MEASURE" steps "$kinds" "$ROUNDS" "${flags[@]}" \
                 > out/bench/log$rank.txt 2>&1 &
         done
+        # each rank's exit status; rank 0's log has the reason where it failed, too
         wait -n && wait -n || failed "$kinds" 2 out/bench/log0.txt >> "out/bench/link-$rate.jsonl"
         wait
         collect "$kinds" out/bench/log0.txt >> "out/bench/link-$rate.jsonl"
@@ -752,13 +777,14 @@ COMMAND=${1:-} WORLDS="1 2 4" ROUNDS=6 MODES='' PRICE=2.0 TFLOPS=400 GIVEN='' RA
 case $COMMAND in
 modes | scaling | gpu) ;;
 tune) WORLDS=2 ROUNDS=3 ;;
-link) ROUNDS=2 ;;
+link) ROUNDS=4 ;;
 -h | --help | help) usage; exit ;;
 *) usage >&2; exit 2 ;;
 esac
 FLAGS=("${PLAIN[@]}")  # then those of the command line
 shift
 while (($#)); do
+    [[ $1 != --*=* ]] || set -- "${1%%=*}" "${1#*=}" "${@:2}"
     case $1 in
     --worlds | --rounds | --modes | --price | --tflops)
         (($# > 1)) || die "$1 needs a value"
@@ -778,6 +804,17 @@ done
 [[ $ROUNDS =~ ^[1-9][0-9]*$ ]] || die "--rounds $ROUNDS: give a number, 1 or more"
 [[ $PRICE =~ ^[0-9.]+$ && $TFLOPS =~ ^[1-9][0-9.]*$ ]] || die "--price and --tflops are numbers"
 [[ $COMMAND != link || ${#RATES[@]} != 0 ]] || die "link needs rates: 1gbit, 100mbit"
+for rate in ${RATES[@]+"${RATES[@]}"}; do
+    [[ $rate =~ ^[0-9.]+[kmg]bit$ ]] || die "link $rate: give a rate as 1gbit or 100mbit"
+done
+for mode in $MODES; do
+    [[ $REPORT == *"\"$mode\""* ]] || die "--modes $mode: there is no such row"
+done
+varied=(--mode --global_batch_size)  # by the command itself
+[[ $COMMAND != tune ]] || varied=(--micro_batch_size --bucket_cap_mb)
+for flag in "${varied[@]}"; do
+    [[ " $GIVEN " != *" $flag "* ]] || die "$COMMAND sets $flag itself"
+done
 python -c 'import sys, train
 try:
     train.check(train.parse_args(sys.argv[1:]))

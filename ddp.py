@@ -376,8 +376,14 @@ class Reducer(torch.nn.Module):
             if p not in bucket.arrived:
                 self._put(bucket, p, self._scale())  # no gradient, or one from no_sync()
         self._n_launched += 1
+        if bucket.index() > 0 and self._one_at_a_time():
+            self._finish(self._buckets[bucket.index() - 1])
         with record_function(f"start: reduce bucket {bucket.index()}"):
             self._launch(bucket)
+
+    def _one_at_a_time(self):
+        """Whether a bucket is launched only when the one before has been reduced."""
+        return True
 
     def _scale(self):
         return 1 / self.world_size
@@ -595,6 +601,10 @@ class DDP(Reducer):
     def _scale(self):
         return super()._scale() if self._comm_hook is None else 1.0  # a hook takes the mean
 
+    def _one_at_a_time(self):
+        # gloo matches collectives by their number, and a hook may start some in a callback.
+        return self._comm_hook is not None and next(iter(self._names)).device.type == "cpu"
+
     def _follow_changes(self):
         if self._layout != self._current_layout():  # frozen, thawed, moved or cast since
             self._build_buckets()
@@ -604,9 +614,6 @@ class DDP(Reducer):
         if self._comm_hook is None:
             bucket.wait = self._start_all_reduce(bucket.flat)
             return
-        if bucket.index() > 0 and bucket.flat.device.type == "cpu":
-            # gloo matches collectives by their number, and a hook may start some in a callback.
-            self._buckets[bucket.index() - 1].wait()
         bucket.set_buffer(bucket.flat)
         bucket.wait = self._comm_hook(self._comm_state, bucket).wait
 

@@ -187,6 +187,9 @@ def check(config):
     for name in ("param_dtype", "reduce_dtype"):
         if getattr(config, name) and config.mode not in ZERO:
             raise UserError(f"--{name} is for --mode {' '.join(ZERO)}; others have --dtype")
+    if config.profile and config.max_steps < config.profile + 2:
+        raise UserError(f"--profile {config.profile} begins with the third step: --max_steps "
+                        f"{config.max_steps} has to be {config.profile + 2} at least")
     if config.min_lr > config.lr:
         raise UserError(f"--min_lr {config.min_lr} is above --lr {config.lr}")
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -1366,13 +1369,16 @@ class Trace:
             self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self.write)
             self.profiler.start()
 
-    def step(self):
-        if self.profiler:
-            self.profiler.step()
-
-    def stop(self):
-        if self.profiler:
-            self.profiler.stop()  # writes what there is, if the run was shorter
+    def over(self, steps):
+        """The same steps, traced. However the loop over them is left, the trace is written."""
+        try:
+            for step in steps:
+                yield step
+                if self.profiler:
+                    self.profiler.step()
+        finally:
+            if self.profiler:
+                self.profiler.stop()
 
     def write(self, profiler):
         profiler.export_chrome_trace(str(self.path))
@@ -1562,8 +1568,7 @@ def train(config, worker):
     progress = checkpoints.resume()
 
     first, sums, saved, signals = progress.step, None, True, StopSignals()
-    trace = Trace(config, worker)
-    for step in range(first, config.max_steps):
+    for step in Trace(config, worker).over(range(first, config.max_steps)):
         # find the gradients, and whether all is well
         start_s = time.perf_counter()
         found = find_gradients(model, optimizer, scaler, batches, step, config, worker,
@@ -1585,7 +1590,6 @@ def train(config, worker):
             progress.note(entry["val_loss"])
         log.step(entry, step_s, found.exposed_s)
         progress.entry = log.last
-        trace.step()
         if step == first:
             log.memory(held_bytes(model, optimizer, log.n_params, config, worker))
 
@@ -1597,7 +1601,6 @@ def train(config, worker):
             log.warn(f"stopped by {signals.name or 'a signal to another rank'} after step "
                      f"{step + 1}")
             return 0 if saved else 1
-    trace.stop()
 
     worker.doing = "the end of the run"
     if config.sample_tokens:

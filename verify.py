@@ -3007,8 +3007,13 @@ def profile_shows_what_overlaps():
             assert len({result["param_sha256"] for result in with_and_without}) == 1
             for rank in range(2):
                 check_trace(f"{folder}/{mode}2/trace_rank{rank}.json", bars)
-        finish(1, tiny(f"{folder}/short", mode="single", profile=9, max_steps=2, save_interval=0))
-    return "traces of 2 steps of zero3 and ddp; a run of fewer steps", 0.0
+        with Launch(1, tiny(f"{folder}/cut", mode="single", profile=5000, max_steps=9000,
+                            save_interval=0)) as launch:
+            launch.wait_for("step     9/")
+            os.kill(launch.processes[0].pid, signal.SIGTERM)
+            assert launch.wait() == [0], launch.stderr()
+        json.loads(pathlib.Path(folder, "cut", "trace_rank0.json").read_text())
+    return "traces of 2 steps of zero3 and ddp; one that SIGTERM cuts short", 0.0
 
 
 def check_trace(path, expected):
@@ -3050,7 +3055,7 @@ def bench_fits_its_model():
                 for n in (2**14, 2**20, 2**26)]
         found = report["fit"](made)
         assert np.allclose(found, (alpha, beta), rtol=1e-6), found
-    slow, fast = dict(all_ms=[6.0, 20.0, 7.0]), dict(all_ms=[2.0, 1.0, 9.0])
+    slow, fast = dict(all_ms=[6.0, 20.0, 7.0] * 3), dict(all_ms=[2.0, 1.0, 9.0] * 3)
     assert report["ratio"](slow, fast).startswith("3.50 ("), report["ratio"](slow, fast)
     return "W = 2 and 4, three sizes", 0.0
 
@@ -3081,9 +3086,10 @@ def bench_makes_tables():
             return subprocess.run(["bash", "bench.sh", *arguments], cwd=folder, text=True,
                                   capture_output=True, env={**os.environ, "PATH": path})
 
-        run, refused_rounds, refused_flag, no_gpu = on_both_cores(bench, [
+        run, rounds, flag, no_gpu, rate, varied, mode = on_both_cores(bench, [
             ("modes", "--worlds", "1", "--rounds", "1", "--modes", "single ddp", *flags),
-            ("modes", "--rounds", "0"), ("tune", "--n_layr", "4"), ("gpu",)])
+            ("modes", "--rounds", "0"), ("tune", "--n_layr", "4"), ("gpu",), ("link", "1gbps"),
+            ("tune", "--micro_batch_size=2"), ("modes", "--modes", "zero9")])
         kept = pathlib.Path(folder, "out", "bench", "modes.md").read_text()
     assert run.returncode == 1 and kept == run.stdout, run.stderr
     assert "Failed: ddp 1 at W=1: OSError: planted" in run.stdout, run.stdout
@@ -3091,17 +3097,18 @@ def bench_makes_tables():
             (line.split("|") for line in run.stdout.splitlines()) if len(cells) > 3}
     head = rows.pop("mode")
     assert rows.keys() == {"---", "single", "ddp"}, run.stdout
-    for mode, row in rows.items():
-        if mode != "---":
+    for name, row in rows.items():
+        if name != "---":
             cell = dict(zip(head, row))
             assert float(cell["step ms (quartiles)"].split()[0].replace(",", "")) > 0
-            assert (cell["peak MB a rank, less Python and torch"] == "-") == (mode == "ddp"), row
-            assert (cell["bytes a parameter (formula)"] == "16.00 (16.00)") == (mode == "single")
-    for refused_run, text in ((refused_rounds, "--rounds 0"), (refused_flag, "--n_layr")):
+            assert (cell["peak MB a rank, less Python and torch"] == "-") == (name == "ddp"), row
+            assert (cell["bytes a parameter (formula)"] == "16.00 (16.00)") == (name == "single")
+    for refused_run, text in ((rounds, "--rounds 0"), (flag, "--n_layr"), (rate, "1gbps"),
+                              (varied, "--micro_batch_size"), (mode, "zero9")):
         assert refused_run.returncode == 2 and text in refused_run.stderr, refused_run.stderr
         assert refused_run.stderr.count("\n") == 1, refused_run.stderr
     assert no_gpu.returncode == 0 and no_gpu.stdout.count("\n") == 1, no_gpu.stdout
-    return "rows of single and ddp, one planted failure, two refusals", 0.0
+    return "rows of single and ddp, one planted failure, five refusals", 0.0
 
 
 @check([dict(W=1)])

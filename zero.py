@@ -631,11 +631,9 @@ class Zero(Reducer):
     def _launch(self, bucket):
         """Start to send each rank its shard of a bucket; one at a time bounds what is in flight.
 
-        Waits for all ranks to have launched the one before, which they must be able to do without
-        what this rank starts later: `Zero3._is_ready` sees to it.
+        All ranks have launched the one before, which they must be able to do without what this rank
+        starts later: `Zero3._is_ready` sees to it.
         """
-        if bucket.index() > 0:
-            self._finish(self._buckets[bucket.index() - 1])
         bucket.room = self._spare.take((self.world_size - 1) * bucket.size, bucket.reduce_dtype,
                                        bucket.device)
         bucket.wait = start_reduce_scatter(bucket.flat, self.process_group, self._tag, bucket.room)
