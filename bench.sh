@@ -512,9 +512,9 @@ def predict_there(price, tflops):
           f"tokens a rank and step in blocks of 1024, 16-bit math and fp32 exchanges, a GPU that "
           f"reaches {tflops:g} TFLOP/s and costs {price:g} USD an hour. Memory is that between "
           f"steps, without what forward and backward need for a while. Gathers hide under the "
-          f"forward, a third of the computing, the rest under the backward. Per link the step in ms, its efficiency, USD per billion "
-          f"tokens. Assumed: " + ", ".join(f"{name} {a} us and {b} GB/s" for name, (a, b) in
-                                           LINKS.items())
+          f"forward, a third of the computing, the rest under the backward. Per link the step in "
+          f"ms, its efficiency, USD per billion tokens. Assumed: "
+          + ", ".join(f"{name} {a} us and {b} GB/s" for name, (a, b) in LINKS.items())
           + "; a message to each rank, as ddp.py has it, where NCCL's trees need log W.\n")
     table(["mode", "W", "MB a rank (formula)",
            *(cell for name in LINKS for cell in (name, "eff.", "USD"))], rows)
