@@ -197,7 +197,10 @@ def steps(kinds, rounds, *flags):
                 if not visit or not repeat:  # new, or its memory is cold
                     kind.seconds.pop(), kind.waited.pop()
                 n += 1
-    mean = worker.reduce(torch.tensor([kind.seconds for kind in made])) / worker.world_size
+    mean = torch.tensor([kind.seconds for kind in made], device=worker.device)
+    mean = worker.reduce(mean) / worker.world_size
+    most = torch.tensor(worker.peak_mem_bytes(), device=worker.device)
+    most = worker.reduce(most, dist.ReduceOp.MAX).item()
     for kind, seconds in zip(made, mean.tolist()):
         step_s = statistics.median(seconds)
         rate = config.global_batch_size * kind.batches.block_size / step_s
@@ -207,7 +210,7 @@ def steps(kinds, rounds, *flags):
         say(mode=kind.name, world_size=worker.world_size, n_params=kind.n_params,
             step_ms=1e3 * step_s, all_ms=[1e3 * s for s in seconds], tokens_per_sec=rate,
             mfu=peak and rate * kind.flops_per_token / worker.world_size / peak,
-            comm_exposed_ms=waited, peak_mem_bytes=worker.peak_mem_bytes(),
+            comm_exposed_ms=waited, peak_mem_bytes=most,
             start_mem_bytes=worker.start_mem_bytes, n_layer=kind.n_layer,
             exchanges=kind.exchanges(),
             **kind.bytes_per_param())
