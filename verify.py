@@ -208,8 +208,8 @@ def main():
         return 0
     for row in kill_9_at_any_moment.sampled:
         row["kills"] = options.kills
-    # CPU only and one thread a rank, also for all that is started from here
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    # CPU only, one thread a rank and a silent profiler, also for all that is started from here
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99")
     return 1 if run_checks(chosen, options.full) else 0
 
 
@@ -3036,19 +3036,40 @@ def check_trace(path, expected):
     assert beside, f"{path}: nothing is computed beside an exchange"
 
 
-def report_of_bench():
-    """The names that the Python of bench.sh's tables defines."""
+def python_of_bench(part):
+    """The names that MEASURE or REPORT, the two Python programs in bench.sh, define."""
     script = (HERE / "bench.sh").read_text()
-    source = re.search(r"^REPORT=\$\(cat <<'PYTHON'\n(.*?)^PYTHON$", script, re.M | re.S).group(1)
-    names = {"__name__": "report"}
+    source = re.search(rf"^{part}=\$\(cat <<'PYTHON'\n(.*?)^PYTHON$", script, re.M | re.S).group(1)
+    names = {"__name__": part}
     exec(source, names)
     return names
+
+
+@check([dict(W=2)])
+def bench_alone_sends_nothing():
+    """A step that bench.sh calls alone exchanges nothing with other ranks; as such it does."""
+    make = python_of_bench("MEASURE")["Kind"]
+    config = train.Config(mode="ddp", n_layer=2, n_head=2, n_embd=16, block_size=16, lr=1e-3,
+                          min_lr=1e-4, global_batch_size=2, micro_batch_size=1)
+    context = config, here("ddp"), train.load_tokenizer("bytes"), small_batches(config)
+    modes = ("naive", "ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-zero1",
+             "torch-fsdp-kept", "torch-fsdp")
+    for mode in modes:
+        for alone in ("", "@alone"):
+            kind = make(mode + alone, *context)
+            kind.step(0)
+            kind.step(1)  # in which torch's DDP divides its buckets anew
+            with torch.profiler.profile() as profiler:
+                kind.step(2)
+            sent = {event.name for event in profiler.events() if event.name.startswith("gloo:")}
+            assert bool(sent) == (not alone), (kind.name, sent)
+    return f"{len(modes)} modes of ours and torch's", 0.0
 
 
 @check([dict(W=1)])
 def bench_fits_its_model():
     """The alpha-beta model is found again in times made from it; a ratio is one of medians."""
-    report = report_of_bench()
+    report = python_of_bench("REPORT")
     alpha, beta = 0.2, 1e-6
     for W in (2, 4):
         made = [(W - 1, (W - 1) / W * n, report["exchange_ms"](alpha, beta, W, n))
