@@ -728,7 +728,7 @@ link() {  # RATE...: as tc has it, 1gbit or 100mbit
     [[ $(uname) == Linux && $(id -u) == 0 ]] \
         || die "link makes network namespaces: run it as root on Linux"
     command -v ip tc > /dev/null || die "link needs ip and tc: install iproute2"
-    trap 'kill $(jobs -p) 2> /dev/null; wait; remove_link' EXIT
+    trap 'kill $(jobs -p) 2> /dev/null || true; wait; remove_link' EXIT  # jobs: after Ctrl-C
     for rate in "${RATES[@]}"; do
         remove_link
         make_link "$rate"
