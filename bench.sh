@@ -168,7 +168,7 @@ class Kind:
 
 
 def begin(flags, world_size=None):
-    """-> config, worker, and what a Kind is made from; as one of world_size ranks if that is set"""
+    """-> what a Kind is made from, after its name; as one of world_size ranks if that is set."""
     ranks = world_size or int(os.environ.get("WORLD_SIZE", 1))
     config = train.parse_args(["--mode", "ddp", *flags])
     if "--global_batch_size" not in flags:
@@ -181,11 +181,11 @@ def begin(flags, world_size=None):
         worker = train.start(config)
     torch.set_flush_denormal(True)  # alone, memory that nothing was received into may hold some
     tokenizer, _, batches, _, _ = train.prepare(config, worker)
-    return config, worker, (config, worker, tokenizer, batches)
+    return config, worker, tokenizer, batches
 
 
 def steps(kinds, rounds, *flags):
-    config, worker, context = begin(flags)
+    context = config, worker, _, batches = begin(flags)
     made = [Kind(name, *context) for name in kinds.split(",")]
     random.seed(config.seed)  # one order on all ranks
     n = 0
@@ -203,7 +203,7 @@ def steps(kinds, rounds, *flags):
     most = worker.reduce(most, dist.ReduceOp.MAX).item()
     for kind, seconds in zip(made, mean.tolist()):
         step_s = statistics.median(seconds)
-        rate = config.global_batch_size * kind.batches.block_size / step_s
+        rate = config.global_batch_size * batches.block_size / step_s
         cuda = worker.device.type == "cuda"
         peak = train.peak_flops(torch.cuda.get_device_name()) if cuda else None
         waited = None if None in kind.waited else 1e3 * statistics.median(kind.waited)
@@ -212,12 +212,11 @@ def steps(kinds, rounds, *flags):
             mfu=peak and rate * kind.flops_per_token / worker.world_size / peak,
             comm_exposed_ms=waited, peak_mem_bytes=most,
             start_mem_bytes=worker.start_mem_bytes, n_layer=kind.n_layer,
-            exchanges=kind.exchanges(),
-            **kind.bytes_per_param())
+            exchanges=kind.exchanges(), **kind.bytes_per_param())
 
 
 def held(kinds, world_size, *flags):
-    config, worker, context = begin(flags, int(world_size))
+    context = config, _, tokenizer, _ = begin(flags, int(world_size))
     for name in kinds.split(","):
         kind = Kind(name, *context)
         if isinstance(kind.model, ddp.Reducer):
@@ -225,14 +224,14 @@ def held(kinds, world_size, *flags):
         kind.step(0)
         usual = dataclasses.replace(config, block_size=None, mode="zero3")  # 1024 tokens, on meta
         say(mode=name, world_size=int(world_size), n_params=kind.n_params, n_layer=kind.n_layer,
-            flops_per_token=train.build_model(usual, context[2]).flops_per_token(),
+            flops_per_token=train.build_model(usual, tokenizer).flops_per_token(),
             exchanges=kind.exchanges(), **kind.bytes_per_param())
         del kind
         gc.collect()
 
 
 def collectives(rounds, *flags):
-    _, worker, _ = begin(flags)
+    _, worker, _, _ = begin(flags)
     for n_bytes in (2**k for k in range(14, 27, 2)):
         flat = torch.ones(n_bytes // 4)
         scratch = torch.ones(n_bytes // 4)
