@@ -6,15 +6,16 @@ transformers (several thousand lines with its base classes). One block is
     x = x + attention(RMSNorm(x))        causal, rotary positions, grouped-query
     x = x + mlp(RMSNorm(x))              SwiGLU
 
-between a token embedding and an output head that share one matrix. No biases, no dropout, no
-position table, no buffers: parameters are the only state, so sharding them shards everything.
+between a token embedding and an output head that share one matrix, unless told otherwise. No
+biases, no dropout, no position table, no buffers: parameters are the only state, so sharding them
+shards everything.
 
 How it differs from its models:
 - Every tensor is initialised from (seed, its own name), never from the global random state. Which
   rank builds it, in which order, and whether the meta device came first, changes nothing.
 - q, k and v are one matrix, and so are the gate and up projections: three launches fewer a block.
   Rotary halves are laid out as in the Llama family (rotate_half, not interleaved), so that weights
-  of that family fit after a concatenation of rows.
+  of that family fit after a concatenation of rows: `llama_names`.
 - Nothing in here knows about ranks. Wrappers only need that blocks sit in one ModuleList.
 
 Cost: Psi parameters take 4 Psi bytes in fp32; a training step needs about 6 Psi FLOPs a token plus
@@ -42,6 +43,7 @@ class GPTConfig:
     n_hidden: int | None = None        # width inside the MLP; None: 8/3 C, up to a multiple of 32
     rope_theta: float = 10000.0        # rotary base: the longest wavelength is near 2 pi rope_theta
     norm_eps: float = 1e-5
+    tied: bool = True                  # whether embedding and output head share one matrix
     attention: str = "sdpa"            # "sdpa": torch's fused kernel; "explicit": the formula
     activation_checkpointing: bool = False  # recompute each block in the backward
     seed: int = 1337                   # of the initial weights
@@ -199,7 +201,8 @@ class GPT(nn.Module):
         (GPT-2 paper, section 2.3). Numbers are drawn on the CPU, so that every device starts from
         the same bits: about 4 ns each, half a minute for 7B.
         """
-        self.lm_head.weight = self.wte.weight  # tied; here, since to_empty() unties
+        if self.config.tied:
+            self.lm_head.weight = self.wte.weight  # here, since to_empty() unties
         for name, p in self.named_parameters():
             if p.is_meta:
                 continue
@@ -268,13 +271,79 @@ class GPT(nn.Module):
     def flops_per_token(self):
         """Training FLOPs per token, 6 N + 12 L H Q T: PaLM, arXiv 2204.02311, appendix B.
 
-        N counts the shared embedding once: only its use as the head is a matrix multiplication.
+        N counts the embedding only where it is the head too: that use is a matrix multiplication.
         """
         N = sum(p.numel() for p in self.parameters())
+        N -= 0 if self.config.tied else self.wte.weight.numel()
         L, H, T = self.config.n_layer, self.config.n_head, self.config.block_size
         Q = self.config.head_size
         return 6 * N + 12 * L * H * Q * T
 
+
+# -------------------------------------------------------------------------------------------------
+# the same model as transformers' LlamaForCausalLM
+
+
+def llama_names(config):
+    """{our parameter's name: {the name of a Llama parameter: its number of rows}}: ours is these,
+    one below the other."""
+    C, H, V = config.n_embd, config.n_hidden, config.vocab_size
+    q, kv = config.n_head * config.head_size, config.n_kv_head * config.head_size
+    names = {"wte.weight": {"model.embed_tokens.weight": V}}
+    for i in range(config.n_layer):
+        for ours, theirs in (
+                ("attn_norm", {"input_layernorm": C}),
+                ("attn.qkv", {"self_attn.q_proj": q, "self_attn.k_proj": kv,
+                              "self_attn.v_proj": kv}),
+                ("attn.proj", {"self_attn.o_proj": C}),
+                ("mlp_norm", {"post_attention_layernorm": C}),
+                ("mlp.gate_up", {"mlp.gate_proj": H, "mlp.up_proj": H}),
+                ("mlp.down", {"mlp.down_proj": C})):
+            names[f"blocks.{i}.{ours}.weight"] = {
+                f"model.layers.{i}.{name}.weight": rows for name, rows in theirs.items()}
+    names["norm.weight"] = {"model.norm.weight": C}
+    if not config.tied:
+        names["lm_head.weight"] = {"lm_head.weight": V}
+    return names
+
+
+def to_llama_config(config):
+    """GPTConfig -> what config.json says of a LlamaForCausalLM of these sizes."""
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    return dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
+                vocab_size=config.vocab_size, hidden_size=config.n_embd,
+                intermediate_size=config.n_hidden, num_hidden_layers=config.n_layer,
+                num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
+                head_dim=config.head_size, max_position_embeddings=config.block_size,
+                rms_norm_eps=config.norm_eps, tie_word_embeddings=config.tied,
+                rope_theta=config.rope_theta, rope_parameters=rope,  # until, and from, version 5 on
+                attention_bias=False, mlp_bias=False, attention_dropout=0.0, dtype="float32")
+
+
+def from_llama_config(llama):
+    """config.json as a dict -> options of GPTConfig.
+
+    Raises ValueError on what this model cannot be, KeyError on a size that is missing.
+    """
+    n_head = llama["num_attention_heads"]
+    rope = llama.get("rope_parameters") or llama.get("rope_scaling") or {}
+    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False,
+                "mlp_bias": False, "head_dim": llama["hidden_size"] // n_head,
+                "rope_type": "default"}
+    found = dict(llama, rope_type=rope.get("rope_type", rope.get("type")))
+    for name, value in expected.items():
+        if found.get(name) not in (None, value):
+            raise ValueError(f"{name} is {found[name]}, but only {value} is supported")
+    return dict(vocab_size=llama["vocab_size"], n_embd=llama["hidden_size"],
+                n_hidden=llama["intermediate_size"], n_layer=llama["num_hidden_layers"],
+                n_head=n_head, n_kv_head=llama.get("num_key_value_heads", n_head),
+                block_size=llama["max_position_embeddings"], norm_eps=llama["rms_norm_eps"],
+                rope_theta=rope.get("rope_theta", llama.get("rope_theta", 10000.0)),
+                tied=llama.get("tie_word_embeddings", False))
+
+
+# -------------------------------------------------------------------------------------------------
+# what a device can do
 
 # Dense bf16/fp16 tensor-core peaks from NVIDIA's data sheets, FLOP/s. The first match counts.
 PEAK_FLOPS = (

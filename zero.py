@@ -29,8 +29,10 @@ Zero3 also in a backward in which some ranks leave out what others use.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import itertools
+import warnings
 import weakref
 
 import torch
@@ -40,8 +42,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ddp import (Reducer, add_in_rank_order, all_gather, clip_gradients_, start_reduce_scatter,
-                 wait_for)
+from ddp import (Reducer, add_in_rank_order, all_gather, all_reduce, clip_gradients_, node_groups,
+                 start_reduce_scatter, wait_for)
 
 BUCKET_BYTES = 25 * 2**20  # a bucket is full at this size: torch DDP's number
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
@@ -115,7 +117,8 @@ class Spare:
 
 
 class Bucket:
-    """Parameters of one kind, one after the other in a flat buffer that is cut into W equal shards.
+    """Parameters of one kind, one after the other in a flat buffer that is cut into W equal shards,
+    W being the ranks in a shard group, `rank` this one's place there.
 
         whole      (W S,) in param_dtype, in the unit's slot: what forward and backward use
         master     (S,) in the parameters' own dtype; the optimizer's shards are views of it
@@ -212,7 +215,8 @@ class Bucket:
         """Start to fill whole from the masters of all ranks -> works for `wait_for`."""
         own = self.own(self.whole)
         if own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master)  # the cast comes before the exchange: half the bytes in bf16
+            # The cast comes before the exchange: half the bytes in bf16.
+            own.copy_(self.master, non_blocking=True)
         return all_gather(self.whole, process_group, tag)
 
 
@@ -294,12 +298,18 @@ def unless_compiling(hook):
 class Zero(Reducer):
     """What the three stages share: units and their shards, hooks, gradients on their way, state.
 
-    process_group: the ranks to shard over; None for all.
+    process_group: the ranks that train together; None for all.
     units: modules whose parameters are gathered together; None: the elements of the outermost
     ModuleLists. What is in none of them, or in two, belongs to the root.
     param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast;
     None leaves both. The shards keep the module's dtype, and so does the optimizer's state.
     reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
+    shard_size: hybrid sharding, as in torch's HSDP: shards are over groups of so many ranks, such
+    as those of a node, and each group has all of them; None: one group. Gradients are reduced
+    inside a group, then over the groups; parameters are gathered inside. Other bits than one
+    group's, but for shard_size 1, and equal to those of DDP with `hierarchical_hook`.
+    offload: shards, their gradients, and so the optimizer's state and its step, are on the CPU, in
+    pinned memory; forward and backward stay on the CUDA device.
     init_fn: called as init_fn(submodule) to fill what is on the meta device; without it the
     module's `init_weights()`, which must skip what is still on meta, or else `reset_parameters()`
     of the submodules. Rank 0's values count, as they do for a module that has values.
@@ -311,7 +321,7 @@ class Zero(Reducer):
     optimizer does not see them. A forward is a collective, also one that only evaluates.
 
     Raises RuntimeError where ranks wrap different modules, TypeError when copied, ValueError for a
-    unit that is no submodule.
+    unit that is no submodule and a shard_size that does not divide the number of ranks.
 
     A stage has `_keeps_whole`, whether parameters stay whole; `_slot`, the memory they are in;
     `_begin_pass` and `_end_pass` around the outermost forward, and `_refresh` without one; `_open`,
@@ -319,15 +329,19 @@ class Zero(Reducer):
     """
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
-                 init_fn=None):
+                 shard_size=None, offload=False, init_fn=None):
         super().__init__()
         self._join(module, process_group)
+        self.shard_size = self.world_size if shard_size is None else shard_size
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.find_unused_parameters = True  # what no rank used keeps `grad is None`
         chosen = self._choose(find_units(module).values() if units is None else units)
         self._check_ranks_agree(f"param_dtype={param_dtype}", f"reduce_dtype={reduce_dtype}",
-                                f"units={list(chosen.values())}")
+                                f"shard_size={shard_size}", f"units={list(chosen.values())}")
+        self.shard_group, self._replicas = node_groups(self.process_group, self.shard_size)
+        self._lane = concurrent.futures.ThreadPoolExecutor(1, "replicas")
         self._device = self._find_device()
+        self._offloads = self._is_offloaded(offload)
         self._spare = Spare()
         self._stack = []  # (unit, module) of the forwards under way, the innermost last
         self._build_units(list(chosen))
@@ -345,6 +359,12 @@ class Zero(Reducer):
                                f"it to one before wrapping it")
         nccl = "nccl" in dist.get_backend(self.process_group)
         return next(iter(devices), torch.device("cuda" if nccl else "cpu"))
+
+    def _is_offloaded(self, offload):
+        if offload and self._device.type == "cpu":
+            warnings.warn(f"{self._get_name()}: offload changes nothing, as the module is on the "
+                          f"CPU", stacklevel=4)
+        return offload and self._device.type != "cpu"
 
     def _choose(self, units):
         """{unit's module: its name}, in order of the module."""
@@ -443,17 +463,17 @@ class Zero(Reducer):
             filling.setdefault(kind, []).append(p)
             if sum(q.numel() * q.element_size() for q in filling[kind]) >= BUCKET_BYTES:
                 groups.append(filling.pop(kind))
-        rank, offsets, n_bytes = dist.get_rank(self.process_group), [], 0
+        rank, offsets, n_bytes = dist.get_rank(self.shard_group), [], 0
         for parameters in (*groups, *filling.values()):
-            bucket = Bucket(parameters, rank, self.world_size, self.param_dtype, self.reduce_dtype)
+            bucket = Bucket(parameters, rank, self.shard_size, self.param_dtype, self.reduce_dtype)
             unit.buckets.append(bucket)
             offsets.append(n_bytes)
-            n_bytes += self.world_size * bucket.size * bucket.param_dtype.itemsize
+            n_bytes += self.shard_size * bucket.size * bucket.param_dtype.itemsize
             n_bytes += -n_bytes % ALIGN_BYTES
         unit.slot.n_bytes = max(unit.slot.n_bytes, n_bytes)
         unit.slot.allocate()
         for bucket, offset in zip(unit.buckets, offsets):
-            values = torch.zeros(self.world_size * bucket.size, dtype=bucket.dtype,
+            values = torch.zeros(self.shard_size * bucket.size, dtype=bucket.dtype,
                                  device=self._device)
             for p, start in bucket.starts.items():
                 values.as_strided(*dense(p), start).copy_(p)
@@ -467,8 +487,8 @@ class Zero(Reducer):
         bucket.whole = slot.tensor(bucket.param_dtype, offset, (len(values),), (1,))
         if self._keeps_whole:
             bucket.whole.copy_(values)
-        in_place = self._keeps_whole and bucket.param_dtype == bucket.dtype
-        bucket.master = bucket.own(bucket.whole) if in_place else bucket.own(values).clone()
+        in_place = self._keeps_whole and bucket.param_dtype == bucket.dtype and not self._offloads
+        bucket.master = bucket.own(bucket.whole) if in_place else self._at_rest(bucket.own(values))
         for p, start in bucket.starts.items():
             shard = bucket.view(p, bucket.master)
             bucket.shards[p] = torch.nn.Parameter(shard, requires_grad=p.requires_grad)
@@ -479,6 +499,10 @@ class Zero(Reducer):
             p.data = slot.tensor(bucket.param_dtype, offset_of_p, *dense(p))
             bucket.addresses[p] = (shard.data_ptr(), shard.dtype, slot.storage._cdata,
                                    bucket.param_dtype)
+
+    def _at_rest(self, t):
+        """A copy of t where the optimizer works."""
+        return t.to("cpu").pin_memory() if self._offloads else t.clone()
 
     def _index_buckets(self):
         """Bring the buckets into the order in which a backward completes them."""
@@ -522,6 +546,8 @@ class Zero(Reducer):
 
     def _check_optimizer(self, optimizer):
         """Hook of all optimizers: refuse those whose step would be another one than on DDP."""
+        if self._offloads:
+            torch.cuda.current_stream().synchronize()  # shards may still be on their way from here
         kind = type(optimizer).__name__
         given = {p for group in optimizer.param_groups for p in group["params"]}
         if not given.isdisjoint(self._bucket_of):
@@ -626,7 +652,7 @@ class Zero(Reducer):
         bucket.put(p, scale)
 
     def _new_flat(self, bucket):
-        return self._spare.take(self.world_size * bucket.size, bucket.reduce_dtype, bucket.device)
+        return self._spare.take(self.shard_size * bucket.size, bucket.reduce_dtype, bucket.device)
 
     def _launch(self, bucket):
         """Start to send each rank its shard of a bucket; one at a time bounds what is in flight.
@@ -634,17 +660,38 @@ class Zero(Reducer):
         All ranks have launched the one before, which they must be able to do without what this rank
         starts later: `Zero3._is_ready` sees to it.
         """
-        bucket.room = self._spare.take((self.world_size - 1) * bucket.size, bucket.reduce_dtype,
+        bucket.room = self._spare.take((self.shard_size - 1) * bucket.size, bucket.reduce_dtype,
                                        bucket.device)
-        bucket.wait = start_reduce_scatter(bucket.flat, self.process_group, self._tag, bucket.room)
+        bucket.wait = start_reduce_scatter(bucket.flat, self.shard_group, self._tag, bucket.room)
+        if self.shard_size < self.world_size:
+            bucket.wait = self._start_over_replicas(bucket, bucket.wait)
+
+    def _start_over_replicas(self, bucket, wait_inside):
+        """Start to add up this rank's shard over all groups -> a function that waits for it."""
+        def reduce():
+            total = bucket.own(bucket.flat)
+            add_in_rank_order(wait_inside(), out=total)
+            all_reduce(total, self._replicas, self._tag)
+            return [total]
+
+        if bucket.device.type == "cpu":
+            return self._lane.submit(torch.no_grad()(reduce)).result
+        total = reduce()  # on CUDA streams keep the order
+        return lambda: total
 
     def _reduced(self, bucket, contributions):
         """Add the contributions of all ranks, in rank order, to what earlier backwards have left.
         """
         earlier = bucket.earlier()
         if earlier is not None:
-            contributions = [earlier, *contributions]
-        add_in_rank_order(contributions, out=bucket.gradient)
+            contributions = [earlier.to(bucket.device), *contributions]
+        total = bucket.gradient
+        if self._offloads:
+            total = self._spare.take(bucket.size, bucket.dtype, bucket.device)
+        add_in_rank_order(contributions, out=total)
+        if self._offloads:  # it has arrived once the ranks agree on use, for which the CPU waits
+            bucket.gradient.copy_(total, non_blocking=True)
+            self._spare.give(total)
         self._spare.give(bucket.room)
         bucket.room = None
         bucket.filled.clear()
@@ -699,7 +746,7 @@ class Zero(Reducer):
         """Scale gradients in place to a total norm of at most max_norm; return the norm before,
         a float64 scalar, the same on every rank. A collective."""
         gradients = [shard.grad for shard in self.parameters() if shard.grad is not None]
-        return clip_gradients_(gradients, max_norm, self.process_group)
+        return clip_gradients_(gradients, max_norm, self.shard_group)
 
     def _entries(self):
         """(name, parameter or None, value) of all in the module's state_dict(), told by identity:
@@ -736,9 +783,10 @@ class Zero(Reducer):
         for p, name in self._name_of.items():
             bucket = self._bucket_of[p]
             if bucket is not gathered:
-                gathered, flat = bucket, bucket.master.new_empty(self.world_size * bucket.size)
+                gathered, flat = bucket, torch.empty(self.shard_size * bucket.size,
+                                                     dtype=bucket.dtype, device=bucket.device)
                 bucket.own(flat).copy_(bucket.master)
-                wait_for(all_gather(flat, self.process_group, self._tag))
+                wait_for(all_gather(flat, self.shard_group, self._tag))
             yield name, flat.as_strided(*dense(p), bucket.starts[p]).clone()
 
     @torch.no_grad()
@@ -835,7 +883,7 @@ class Zero1(Zero):
     def _gather_all(self):
         for unit in self._units:
             unit.wait()
-            unit.start(self.process_group)
+            unit.start(self.shard_group)
 
     def _end_pass(self):
         for unit in self._units:  # a shard must not change while it is being sent
@@ -850,9 +898,9 @@ class Zero1(Zero):
         """A bucket gets its first gradient since it was last reduced."""
         if bucket.flat is None:
             bucket.flat = self._new_flat(bucket)
-            in_place = bucket.reduce_dtype == bucket.dtype
+            in_place = bucket.reduce_dtype == bucket.dtype and not self._offloads
             bucket.set_gradient(bucket.own(bucket.flat) if in_place else
-                                torch.empty_like(bucket.master))
+                                self._at_rest(bucket.master))
         for p in bucket.trained:  # not zeroed: to be added, but its memory is needed
             if bucket.shards[p].grad is bucket.gradients[p]:
                 bucket.shards[p].grad = bucket.gradients[p].clone()
@@ -874,7 +922,7 @@ class Zero2(Zero1):
     def _open(self, bucket):
         bucket.flat = self._new_flat(bucket)
         if bucket.gradient is None:
-            bucket.set_gradient(torch.empty_like(bucket.master))
+            bucket.set_gradient(self._at_rest(bucket.master))
 
     def _reduced(self, bucket, contributions):
         super()._reduced(bucket, contributions)
@@ -912,8 +960,9 @@ class Zero3(Zero2):
     _keeps_whole = False
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
-                 init_fn=None):
-        super().__init__(module, process_group, units, param_dtype, reduce_dtype, init_fn)
+                 shard_size=None, offload=False, init_fn=None):
+        super().__init__(module, process_group, units, param_dtype, reduce_dtype, shard_size,
+                         offload, init_fn)
         self._slot_by_storage = {unit.slot.storage._cdata: unit.slot for unit in self._units}
         self._pack_hooks = {}  # hook for saved tensors -> (depth of the stack, its context)
         self._backward_task = None
@@ -941,7 +990,7 @@ class Zero3(Zero2):
         unit.slot.evict()
         unit.slot.allocate()
         unit.slot.holder = unit
-        unit.start(self.process_group)
+        unit.start(self.shard_group)
 
     def _set_course(self, units):
         """The units that all ranks gather from now on, in this order."""
