@@ -26,16 +26,20 @@ Cost: one small all-reduce a step for losses and flags, one norm over the parame
 """
 
 import argparse
+import atexit
 import contextlib
 import datetime
+import functools
 import gc
 import hashlib
+import importlib.util
 import inspect
 import itertools
 import json
 import math
 import os
 import pathlib
+import pickle
 import re
 import secrets
 import shutil
@@ -49,13 +53,14 @@ import traceback
 import typing
 import warnings
 import zlib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
 import tiktoken
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
                                                    TensorProperties)
@@ -66,8 +71,10 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp import DDP, average_gradients, clip_gradients_, total_norm
-from model import GPT, GPTConfig, PRESETS, peak_flops
+from ddp import (DDP, HierarchicalState, TopKState, average_gradients, clip_gradients_,
+                 hierarchical_hook, top_k_hook, total_norm)
+from model import (GPT, GPTConfig, PRESETS, from_llama_config, llama_names, peak_flops,
+                   to_llama_config)
 from zero import Zero1, Zero2, Zero3
 
 
@@ -89,10 +96,12 @@ class Config:
     keep_last: int = 2  # checkpoints kept beside the best one
     resume: str | None = None  # auto: from the newest checkpoint in out_dir; or a checkpoint's path
     export: str | None = None  # file for the whole model at the end, in nanoGPT's form
+    export_hf: str | None = None  # folder for it in the form of transformers' LlamaForCausalLM
     # data
     dataset: str = "stdlib"  # Python's own library, a text file, or a folder of train.bin, val.bin
     tokenizer: str = "bytes"  # bytes, or a tiktoken name such as gpt2 or o200k_base
     # model
+    init_from: str | None = None  # folder in that form, instead of a preset: its sizes and weights
     model: str = "tiny"  # preset: tiny gpt2 gpt2-medium gpt2-large gpt2-xl 1b 7b
     n_layer: int | None = None  # blocks; overrides the preset, as do the next four
     n_head: int | None = None  # query heads
@@ -103,7 +112,8 @@ class Config:
     compile: bool = False  # torch.compile each block; needs a C++ compiler on CPU
     # batch
     global_batch_size: int = 16  # sequences per optimizer step, over all ranks
-    micro_batch_size: int = 4  # sequences per rank and backward
+    micro_batch_size: int | str = 4  # sequences per rank and backward; auto: the most that fit
+    memory_limit_gb: float | None = None  # for auto: what a rank may hold; else the CUDA device's
     # precision
     dtype: str = "fp32"  # fp32, or autocast to bf16 or fp16, fp16 with a gradient scaler
     param_dtype: str | None = None  # ZeRO: of gathered parameters and of blocks' inputs; else fp32
@@ -111,6 +121,11 @@ class Config:
     # data parallelism
     bucket_cap_mb: float = 25.0  # gradients reduced at once by ddp and torch-ddp, in MB
     find_unused_parameters: bool = False  # ddp, torch-ddp: parameters may stay without a gradient
+    comm_hook: str | None = None  # ddp: bf16 powersgd topk hierarchical; else a plain all-reduce
+    topk_ratio: float = 0.01  # topk: the part of the elements that is sent
+    node_size: int | None = None  # hierarchical: ranks per node; as torchrun has it unless given
+    shard_size: int | None = None  # ZeRO: ranks that share one copy of the state; else all
+    offload: bool = False  # ZeRO: shards, their gradients and the optimizer on the CPU
     # optimizer: AdamW
     lr: float = 3e-3  # peak learning rate
     min_lr: float | None = None  # where the cosine ends; lr / 10 unless given
@@ -125,6 +140,8 @@ class Config:
     sample_tokens: int = 256  # length of the sample text at the end, 0 for none
     # watching
     profile: int = 0  # steps to trace, from the third on, for ui.perfetto.dev; 0 for none
+    tensorboard: bool = False  # write to out_dir/tensorboard; needs the package tensorboard
+    wandb: bool = False  # log to Weights & Biases; needs the package wandb
 # -------------------------------------------------------------------------------------------------
 
 
@@ -135,9 +152,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", "beta2",
                "grad_clip", "eval_steps", "sample_tokens", "save_interval", "check_interval",
                "profile"}
-AT_LEAST = {"bucket_cap_mb": 1e-6}  # every other number: 1
+AT_LEAST = {"bucket_cap_mb": 1e-6, "memory_limit_gb": 1e-6, "topk_ratio": 1e-9}  # others: 1
 BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "threads": 1025, "timeout_s": 1e6,
-         "lr": 1e31, "weight_decay": 1e31}  # every other: inf
+         "lr": 1e31, "weight_decay": 1e31, "topk_ratio": 1}  # every other: inf
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
+HOOKS = ("bf16", "powersgd", "topk", "hierarchical")
+# A flag, the one that it belongs to, and the values with which that makes use of it.
+BELONGS = (("param_dtype", "mode", ZERO), ("reduce_dtype", "mode", ZERO),
+           ("shard_size", "mode", ZERO), ("offload", "mode", ZERO), ("comm_hook", "mode", ["ddp"]),
+           ("topk_ratio", "comm_hook", ["topk"]), ("node_size", "comm_hook", ["hierarchical"]),
+           ("memory_limit_gb", "micro_batch_size", ["auto"]))
 
 
 class UserError(Exception):
@@ -155,12 +179,17 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
+def int_or_auto(text):
+    return text if text == "auto" else int(text)
+
+
 def parse_args(argv):
     """Flags -> Config. Each field is a flag and its comment the help text. Raises UserError."""
     comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.MULTILINE))
     parser = OneLineParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     for field in fields(Config):
-        kind = next(iter(typing.get_args(field.type)), field.type)  # int | None -> int
+        kinds = typing.get_args(field.type) or (field.type,)  # int | None -> (int, NoneType)
+        kind = int_or_auto if kinds == (int, str) else kinds[0]
         how = dict(type=kind, metavar=kind.__name__)
         if kind is bool:
             how = dict(action=argparse.BooleanOptionalAction)
@@ -176,7 +205,7 @@ def parse_args(argv):
 def check(config):
     """Raise UserError on a value or a combination that cannot be trained with."""
     for name, choices in (("mode", MODES), ("dtype", DTYPES), ("model", PRESETS),
-                          ("param_dtype", DTYPES), ("reduce_dtype", DTYPES)):
+                          ("param_dtype", DTYPES), ("reduce_dtype", DTYPES), ("comm_hook", HOOKS)):
         if getattr(config, name) not in (*choices, getattr(Config, name)):
             raise UserError(f"--{name} {getattr(config, name)}: choose one of {' '.join(choices)}")
     for name, value in vars(config).items():
@@ -184,9 +213,18 @@ def check(config):
         bound = BELOW.get(name, math.inf)
         if type(value) in (int, float) and not smallest <= value < bound:  # nan is in no range
             raise UserError(f"--{name} {value}: must be at least {smallest} and below {bound}")
-    for name in ("param_dtype", "reduce_dtype"):
-        if getattr(config, name) and config.mode not in ZERO:
-            raise UserError(f"--{name} is for --mode {' '.join(ZERO)}; others have --dtype")
+    for name, other, values in BELONGS:
+        if getattr(config, name) != getattr(Config, name) and getattr(config, other) not in values:
+            raise UserError(f"--{name} is for --{other} {' '.join(values)}")
+    if config.dtype == "fp16" and config.comm_hook in ("powersgd", "topk"):
+        raise UserError(f"--comm_hook {config.comm_hook} keeps what it did not send, but --dtype "
+                        f"fp16 changes the scale of gradients: choose bf16 or fp32")
+    for name in ("model", *SIZES[:-1]):
+        if config.init_from and getattr(config, name) != getattr(Config, name):
+            raise UserError(f"--{name} and --init_from: the folder says which size")
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package) and not importlib.util.find_spec(package):
+            raise UserError(f"--{package} needs a package: pip install {package}")
     if config.profile and config.max_steps < config.profile + 2:
         raise UserError(f"--profile {config.profile} begins with the third step: --max_steps "
                         f"{config.max_steps} has to be {config.profile + 2} at least")
@@ -523,15 +561,20 @@ def build_model(config, tokenizer):
 
     For ZeRO on the meta device: its wrapper gives it values unit by unit.
     """
-    names = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
-    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    sizes = {**PRESETS[config.model], **given}
+    given = {name: getattr(config, name) for name in SIZES if getattr(config, name) is not None}
+    sizes = dict(PRESETS[config.model], vocab_size=tokenizer.n_vocab)
+    if config.init_from:
+        sizes = read_llama_config(config, tokenizer)
     try:
         with torch.device("meta") if config.mode in ZERO else contextlib.nullcontext():
-            return GPT(GPTConfig(vocab_size=tokenizer.n_vocab, seed=config.seed, **sizes,
-                                 activation_checkpointing=config.activation_checkpointing))
+            model = GPT(GPTConfig(seed=config.seed, **{**sizes, **given},
+                                  activation_checkpointing=config.activation_checkpointing))
     except ValueError as error:
         raise UserError(error) from error
+    if config.init_from:
+        model.init_weights = functools.partial(read_llama_weights, model, config)
+        model.init_weights()  # for ZeRO everything is on meta yet, and this only looks for mistakes
+    return model
 
 
 def wrap(model, config, worker):
@@ -540,13 +583,18 @@ def wrap(model, config, worker):
         model.compile_blocks()
     if config.mode in ZERO:
         return ZERO[config.mode](model, worker.group, param_dtype=DTYPES.get(config.param_dtype),
-                                 reduce_dtype=DTYPES.get(config.reduce_dtype))
+                                 reduce_dtype=DTYPES.get(config.reduce_dtype),
+                                 shard_size=config.shard_size,
+                                 offload=config.offload and worker.device.type != "cpu")
     model.to(worker.device)
     options = dict(device_ids=[worker.device] if worker.device.type == "cuda" else None,
                    process_group=worker.group, bucket_cap_mb=config.bucket_cap_mb,
                    find_unused_parameters=config.find_unused_parameters)
     if config.mode == "ddp":
-        return DDP(model, **options)
+        model = DDP(model, **options)
+        if config.comm_hook:
+            model.register_comm_hook(*comm_hook(config, worker))
+        return model
     if config.mode == "torch-ddp":
         if config.bucket_cap_mb == 25:
             options["bucket_cap_mb"] = None  # 25 too, but only then is torch's first bucket small
@@ -559,8 +607,25 @@ def wrap(model, config, worker):
     return model
 
 
-def shard_group(config, worker):
+def comm_hook(config, worker):
+    """(state, hook) of --comm_hook, for `register_comm_hook`. A collective."""
+    if config.comm_hook == "bf16":
+        return worker.group, default_hooks.bf16_compress_hook
+    if config.comm_hook == "powersgd":
+        # Plain sums while the learning rate warms up; torch's own 1000 steps may be a whole run.
+        plain_steps = max(2, config.warmup_steps)
+        state = powerSGD_hook.PowerSGDState(worker.group, start_powerSGD_iter=plain_steps)
+        return state, powerSGD_hook.powerSGD_hook
+    if config.comm_hook == "topk":
+        return TopKState(config.topk_ratio, worker.group), top_k_hook
+    node_size = config.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return HierarchicalState(node_size, worker.group), hierarchical_hook
+
+
+def shard_group(model, config, worker):
     """The ranks that parameters and gradients are cut up over; None where each has them whole."""
+    if isinstance(model, Zero1):
+        return model.shard_group
     return (worker.group or dist.group.WORLD) if config.mode in STAGE else None
 
 
@@ -582,9 +647,9 @@ def set_gradient_sync(model, on):
     """Whether the next backward exchanges gradients, for the wrappers that do so by themselves.
 
     Stages 2 and 3 always do: they have no room for whole gradients, and their bits are then those
-    of one process, however micro batches are dealt out.
+    of one process, however micro batches are dealt out. Unless --shard_size 1 makes them DDP.
     """
-    if isinstance(model, Zero2):
+    if isinstance(model, Zero2) and not model.shard_size == 1 < model.world_size:
         return
     if hasattr(model, "require_backward_grad_sync"):
         model.require_backward_grad_sync = on  # what no_sync() sets, without a second code path
@@ -623,6 +688,9 @@ def autocast(config, worker):
 
 def accumulation_steps(config, world_size):
     """Micro-steps a step takes on every rank. Raises UserError unless whole."""
+    for name in ("shard_size", "node_size"):
+        if world_size % (getattr(config, name) or 1):
+            raise UserError(f"--{name} {getattr(config, name)} does not divide {world_size} ranks")
     together = config.micro_batch_size * world_size
     if config.global_batch_size % together:
         raise UserError(f"--global_batch_size {config.global_batch_size} is not a multiple of "
@@ -688,7 +756,7 @@ def find_gradients(model, optimizer, scaler, batches, step, config, worker, stop
     scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf,
-                                shard_group(config, worker)).item()
+                                shard_group(model, config, worker)).item()
 
     # add up losses over ranks, and in the same collective whatever all ranks must know
     worker.doing = f"step {step + 1}, the sum of losses over ranks"
@@ -850,6 +918,8 @@ class Checkpoints:
         self.config, self.worker, self.log = config, worker, log
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.facts = facts  # what has to be the same for a run to go on: see `prepare`
+        state = getattr(model, "comm_state", None)
+        self.residual = state.residual if config.comm_hook == "topk" else {}
         self.out_dir = pathlib.Path(config.out_dir)
 
     # ---- what is in a checkpoint
@@ -863,6 +933,8 @@ class Checkpoints:
             for kind, value in self.optimizer.state[p].items():
                 held[f"optimizer.{kind}.{name}"] = (
                     value if kind == "step" else Slice(local(value), firsts[name], size))
+            if p in self.residual:
+                held[f"residual.{self.worker.rank}.{name}"] = self.residual[p]
         held[f"random.cpu.{self.worker.rank}"] = torch.get_rng_state()
         if self.worker.device.type == "cuda":
             held[f"random.cuda.{self.worker.rank}"] = torch.cuda.get_rng_state()
@@ -1002,6 +1074,7 @@ class Checkpoints:
                 _, kind, name = key.split(".", 2)
                 self.optimizer.state[parameters[name]][kind] = (
                     torch.tensor(0.0) if kind == "step" else torch.empty_like(parameters[name]))
+        self._expect_residual(folder, record, metadata)
         held = {key: value for key, value in self.tensors().items()
                 if key in metadata.state_dict_metadata}  # there may be more ranks now
         try:
@@ -1017,6 +1090,20 @@ class Checkpoints:
             self.scaler.load_state_dict(record["scaler"])
         known = {f.name: record[f.name] for f in fields(Progress)}
         return Progress(**{name: value for name, value in known.items() if value is not None})
+
+    def _expect_residual(self, folder, record, metadata):
+        """Make room for what a comm hook did not send, if this rank has left it in the checkpoint.
+        """
+        self.residual.clear()
+        if self.config.comm_hook == "topk" and record["world_size"] == self.worker.world_size:
+            for name, p in named_local(self.model):
+                if f"residual.{self.worker.rank}.{name}" in metadata.state_dict_metadata:
+                    self.residual[p] = torch.empty_like(p)
+        if self.config.comm_hook in ("topk", "powersgd") and not self.residual:
+            why = ("is not in" if record["world_size"] == self.worker.world_size else
+                   f"is of {record['world_size']} ranks in")
+            self.log.warn(f"--comm_hook {self.config.comm_hook} starts from zero: what was not "
+                          f"sent {why} {folder}")
 
     def _check(self, folder):
         """(checkpoint.json, .metadata), this rank's share of the rest having been read for damage.
@@ -1108,8 +1195,9 @@ def reason(error):
     return f"rank {rank}: {cause}"
 
 
-def export(model, progress, config, gpt_config, worker):
-    """Write config.export in nanoGPT's form, which `torch.load(..., weights_only=True)` reads.
+def export(model, progress, config, gpt_config, tokenizer, worker):
+    """Write config.export in nanoGPT's form, which `torch.load(..., weights_only=True)` reads, and
+    config.export_hf in that of transformers' LlamaForCausalLM.
 
     A collective. Only rank 0 holds the whole model, on the CPU, and only here.
     """
@@ -1117,7 +1205,9 @@ def export(model, progress, config, gpt_config, worker):
     for (name, _), p in zip(named_local(model), full_parameters(model)):
         if worker.rank == 0:
             whole[name] = p.detach().to("cpu", copy=True)
-    if worker.rank == 0:
+    if worker.rank == 0 and config.export_hf:
+        write_llama(whole, pathlib.Path(config.export_hf), gpt_config, tokenizer)
+    if worker.rank == 0 and config.export:
         plain = getattr(model, "module", model)
         first = {}
         for name, p in plain.named_parameters(remove_duplicate=False):
@@ -1125,6 +1215,82 @@ def export(model, progress, config, gpt_config, worker):
         state = dict(model=whole, model_args=asdict(gpt_config), iter_num=progress.step,
                      best_val_loss=progress.best_val_loss, config=vars(config))
         replace_file(config.export, lambda file: torch.save(state, file))
+
+
+# -------------------------------------------------------------------------------------------------
+# the Llama family: folders with a config.json, which transformers reads and writes
+
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16,
+                      "BF16": torch.bfloat16}
+
+
+def write_llama(whole, folder, gpt_config, tokenizer):
+    """{our name: tensor} -> config.json and pytorch_model.bin in folder."""
+    theirs = {}
+    for name, parts in llama_names(gpt_config).items():
+        theirs |= {part: rows.clone() for part, rows in
+                   zip(parts, whole[name].split(list(parts.values())))}
+    replace_file(folder / "pytorch_model.bin", lambda file: torch.save(theirs, file))
+    end = tokenizer.eot_token
+    text = json.dumps(dict(to_llama_config(gpt_config), bos_token_id=end, eos_token_id=end))
+    replace_file(folder / "config.json", lambda file: file.write(text.encode()))
+
+
+def read_llama_config(config, tokenizer):
+    """Options of GPTConfig from the folder --init_from. Raises UserError."""
+    path = pathlib.Path(config.init_from) / "config.json"
+    try:
+        sizes = from_llama_config(json.loads(path.read_bytes()))
+    except KeyError as error:
+        raise UserError(f"--init_from: {path} has no {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"--init_from: {path}: {error}") from error
+    if sizes["vocab_size"] < tokenizer.n_vocab:
+        raise UserError(f"--init_from {config.init_from} has {sizes['vocab_size']} tokens, but "
+                        f"--tokenizer {tokenizer.name} has {tokenizer.n_vocab}: choose its own")
+    return sizes
+
+
+def read_safetensors(path):
+    """{name: tensor on disk} of a .safetensors file: the length of a header in 8 bytes, the header
+    in JSON, numbers. Raises ValueError or LookupError on what is not one."""
+    raw = np.memmap(path, dtype=np.uint8, mode="c")
+    first = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+    header = json.loads(raw[8:first].tobytes())
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = (first + offset for offset in entry["data_offsets"])
+        numbers = torch.from_numpy(raw[begin:end]).view(SAFETENSORS_DTYPES[entry["dtype"]])
+        tensors[name] = numbers.view(entry["shape"])
+    return tensors
+
+
+@torch.no_grad()
+def read_llama_weights(model, config):
+    """Copy weights of the folder --init_from into all parameters that are not on meta. Raises
+    UserError. Nothing is read of the others: files are mapped, not loaded."""
+    folder, found = pathlib.Path(config.init_from), {}
+    paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    for path in paths:
+        try:
+            found |= (read_safetensors(path) if path.suffix == ".safetensors" else
+                      torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+        except (ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+            raise UserError(f"--init_from: {path} is damaged or not of this form: "
+                            f"{error}") from error
+    if not paths:
+        raise UserError(f"--init_from {folder} has neither *.safetensors nor pytorch_model*.bin")
+    parameters = dict(model.named_parameters())
+    for name, parts in llama_names(model.config).items():
+        p = parameters[name]
+        for part, rows in parts.items():
+            shape = (rows, *p.shape[1:])
+            if part not in found or found[part].shape != shape:
+                there = tuple(found[part].shape) if part in found else "missing"
+                raise UserError(f"--init_from {folder}: {part} is {there}, not {shape}")
+        if not p.is_meta:
+            p.copy_(torch.cat([found[part] for part in parts]))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1202,7 +1368,7 @@ def describe(model, found, progress, config, worker):
     """What metrics.jsonl says of a step beside its durations. A collective."""
     worker.doing = f"step {progress.step}, the norm of all parameters"
     weights = [local(p.detach()) for p in model.parameters()]
-    param_norm = total_norm(weights, shard_group(config, worker))
+    param_norm = total_norm(weights, shard_group(model, config, worker))
     entry = dict(step=progress.step, loss=statistics.fmean(found.losses),
                  lr=lr_at(progress.step - 1, config), grad_norm=found.grad_norm,
                  param_norm=param_norm.item())
@@ -1220,7 +1386,8 @@ def held_bytes(model, optimizer, n_params, config, worker):
         storages = {t.data_ptr(): t for t in (local(t).untyped_storage() for t in tensors)}
         held.append(sum(storage.nbytes() for storage in storages.values()))
 
-    stage, share = STAGE.get(config.mode, 0), n_params / worker.world_size  # Psi / N_d
+    stage = STAGE.get(config.mode, 0)
+    share = n_params / (config.shard_size or worker.world_size)  # Psi / N_d
     cast_parameters, cast_gradients = (DTYPES[name].itemsize if name not in (None, "fp32") else 0
                                        for name in (config.param_dtype, config.reduce_dtype))
     expected = [
@@ -1494,17 +1661,26 @@ def prepare(config, worker):
     tokenizer = load_tokenizer(config.tokenizer)
     plain = build_model(config, tokenizer)
     batches, val_batches = load_batches(config, tokenizer, plain.config.block_size)
-    if config.export and worker.rank == 0:  # refused now, not after the last step
-        if os.path.isdir(config.export):
-            raise UserError(f"--export {config.export} is a folder: give a file")
-        replace_file(f"{config.export}.probe", lambda file: None)
-        os.remove(f"{config.export}.probe")
+    if worker.rank == 0:  # refused now, not after the last step
+        check_exports(config)
     facts = dict(shapes={name: list(p.shape) for name, p in plain.named_parameters()})
-    facts |= {f"--{name}": getattr(plain.config, name) for name in
-              ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")}
+    facts |= {f"--{name}": getattr(plain.config, name) for name in SIZES}
     facts |= {f"--{name}": getattr(config, name) for name in ("seed", "global_batch_size")}
     facts |= dict(data=fingerprint(batches.tokens), steps_per_epoch=batches.steps_per_epoch)
     return tokenizer, plain, batches, val_batches, facts
+
+
+def check_exports(config):
+    """Raise UserError or OSError where an export could not be written."""
+    if config.export and os.path.isdir(config.export):
+        raise UserError(f"--export {config.export} is a folder: give a file")
+    targets = [config.export]
+    if config.export_hf:
+        os.makedirs(config.export_hf, exist_ok=True)
+        targets.append(os.path.join(config.export_hf, "config.json"))
+    for target in filter(None, targets):
+        replace_file(f"{target}.probe", lambda file: None)
+        os.remove(f"{target}.probe")
 
 
 def check_agreement(config, worker, facts):
@@ -1605,8 +1781,8 @@ def train(config, worker):
     worker.doing = "the end of the run"
     if config.sample_tokens:
         log.say(sample(plain, tokenizer, progress, config, worker))
-    if config.export:
-        worker.together(export, model, progress, config, plain.config, worker)
+    if config.export or config.export_hf:
+        worker.together(export, model, progress, config, plain.config, tokenizer, worker)
     log.result(param_sha256(model))
     return 0 if saved else 1
 
