@@ -477,16 +477,40 @@ class Worker:
                 raise UserError(found if rank == 0 else f"rank {rank}: {found}")
         return result
 
+    def largest(self, value):
+        """The largest of all ranks' values, a number."""
+        return self.reduce(torch.tensor(value, device=self.device), dist.ReduceOp.MAX).item()
+
     def peak_mem_bytes(self):
         """The most this process has held: by CUDA's allocator, or as resident set on CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        if sys.platform == "linux":  # not ru_maxrss, which is inherited from the starting process
-            status = pathlib.Path("/proc/self/status").read_text()
-            return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1))
-        import resource  # not on Windows
+        return resident_bytes("VmHWM")
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes
+    def mem_bytes(self):
+        """What this process holds now."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        return resident_bytes("VmRSS")
+
+    def reset_peak(self):
+        """Give free memory back, and measure the peak anew, where the system can."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif sys.platform == "linux":
+            pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
+
+
+def resident_bytes(field):
+    """VmHWM, the largest resident set of this process so far, or VmRSS, that of now."""
+    if sys.platform == "linux":  # not ru_maxrss, which is inherited from the starting process
+        status = pathlib.Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status).group(1))
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes, the peak only
 
 
 def meet(rank, world_size, timeout):
@@ -775,6 +799,66 @@ def update(optimizer, scaler, step, config, found):
     if found.finite:
         scaler.step(optimizer)
     scaler.update()
+
+
+def memory_limit(config, worker):
+    """Bytes that a step may take on this rank. Raises UserError where nothing tells.
+
+    Of the limit 5 % stay for what a trial does not have: data, evaluation, checkpoints.
+    """
+    if config.memory_limit_gb:
+        return 0.95 * 1e9 * config.memory_limit_gb
+    if worker.device.type == "cpu":
+        raise UserError("--micro_batch_size auto on a CPU needs --memory_limit_gb: what a rank may "
+                        "hold, with Python and torch")
+    free, _ = torch.cuda.mem_get_info(worker.device)
+    sharing = math.ceil(int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / torch.cuda.device_count())
+    return 0.95 * free / sharing
+
+
+def largest_micro_batch(config, worker):
+    """--micro_batch_size auto: the largest size that deals out the global batch evenly and with
+    which a step stays within the limit on every rank. A collective; raises UserError.
+
+    Found by trying, on a model that is then thrown away. Memory grows on a straight line, so a size
+    is tried only if the line through the last two points stays below the limit: no rank runs out
+    while others wait for it.
+    """
+    worker.doing = "looking for the largest micro batch"
+    limit = -worker.largest(-worker.together(memory_limit, config, worker))
+    accumulation_steps(replace(config, micro_batch_size=1), worker.world_size)
+    share = config.global_batch_size // worker.world_size
+    tokenizer = worker.together(load_tokenizer, config.tokenizer)
+    plain = worker.together(build_model, config, tokenizer)
+    T = plain.config.block_size
+    tokens = np.random.default_rng(0).integers(tokenizer.n_vocab, size=config.global_batch_size * T
+                                               + 1)
+    model = wrap(plain, config, worker)
+    optimizer = make_optimizer(model, replace(config, lr=0.0))
+    points = []  # (size, bytes)
+    for size in (size for size in range(1, share + 1) if share % size == 0):
+        if points:
+            (m, bytes_m), (n, bytes_n) = points[-2:]
+            if bytes_n + (bytes_n - bytes_m) / (n - m) * (size - n) > limit:
+                break
+        batch = size * worker.world_size * min(2, share // size)  # to accumulate takes memory too
+        trial = replace(config, micro_batch_size=size, global_batch_size=batch)
+        for _ in range(2):  # the optimizer has its state from the first on
+            find_gradients(model, optimizer, make_scaler(config, worker),
+                           Batches(tokens, T, batch, seed=0), 0, trial, worker)
+            optimizer.step()
+        points = points or [(0, worker.largest(worker.mem_bytes()))]
+        points.append((size, worker.largest(worker.peak_mem_bytes())))
+    fit = [size for size, n_bytes in points[1:] if n_bytes <= limit]
+    found = ", ".join(f"{size} takes {1e-9 * n_bytes:.2f}" for size, n_bytes in points[1:])
+    if not fit:
+        raise UserError(f"--micro_batch_size auto: {found} GB, and the limit is {1e-9 * limit:.2f}")
+    if worker.rank == 0:
+        print(f"micro batch size {fit[-1]}: {found} GB of {1e-9 * limit:.2f}", flush=True)
+    del plain, model, optimizer
+    torch.compiler.reset()
+    worker.reset_peak()
+    return fit[-1]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1418,6 +1502,60 @@ def finite(entry):
     return {k: None if k in missing else v for k, v in entry.items()}
 
 
+def spread(own, worker):
+    """{name: [least, mean, most] of all ranks' numbers}, and the slowest rank. A collective.
+
+    In data parallelism all ranks take as long as the slowest: it is the one that computes longest,
+    that is, waits least.
+    """
+    names = [name for name, value in own.items() if value is not None]
+    numbers = torch.zeros(worker.world_size, len(names), dtype=torch.float64, device=worker.device)
+    numbers[worker.rank] = torch.tensor([own[name] for name in names], dtype=torch.float64)
+    of = dict(zip(names, worker.reduce(numbers).T))
+    busy = of["step_ms"] - of.get("comm_exposed_ms", 0)
+    return dict({name: [f(t).item() for f in (torch.min, torch.mean, torch.max)]
+                 for name, t in of.items()}, slowest=busy.argmax().item())
+
+
+def gpu_utilization(worker):
+    """{"gpu_utilization": percent of the last sampling period}, or {} without pynvml or a GPU."""
+    if worker.device.type == "cuda":
+        with contextlib.suppress(ModuleNotFoundError, RuntimeError):
+            return dict(gpu_utilization=torch.cuda.utilization(worker.device))
+    return {}
+
+
+def start_trackers(config, step):
+    """Functions that take the entry of a step, for the trackers asked for, which go on after a
+    step. Raises UserError where one cannot be started."""
+    def numbers(entry):
+        of_ranks = {f"ranks/{name}_{which}": value for name, values in entry["ranks"].items()
+                    if name != "slowest" for which, value in zip(("min", "mean", "max"), values)}
+        return of_ranks | {name: value for name, value in entry.items()
+                           if isinstance(value, int | float)}
+
+    trackers, package = [], None
+    try:
+        if config.tensorboard:
+            package = "tensorboard"
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(os.path.join(config.out_dir, "tensorboard"), flush_secs=5,
+                                   purge_step=step + 1)
+            atexit.register(writer.close)
+            trackers.append(lambda entry: [writer.add_scalar(name, value, entry["step"])
+                                           for name, value in numbers(entry).items()])
+        if config.wandb:
+            package = "wandb"
+            import wandb
+
+            run = wandb.init(project="nanozero", dir=config.out_dir, config=vars(config))
+            trackers.append(lambda entry: run.log(numbers(entry), step=entry["step"]))
+    except Exception as error:  # whatever a package of others may raise: it is not worth a hang
+        raise UserError(f"--{package} could not start: {type(error).__name__}: {error}") from error
+    return trackers
+
+
 class Log:
     """What rank 0 prints and writes: a line a step, metrics.jsonl, RESULT. Others are silent."""
 
@@ -1431,6 +1569,8 @@ class Log:
         # The peaks are of 16-bit matrix units: fp32 has nothing to be compared with.
         self.peak_flops = None if config.dtype == "fp32" else peak_flops(self.device_name)
         self.step_s, self.exposed_ms, self.last, self.held, self.metrics = [], [], {}, {}, None
+        self.trackers = []  # functions of a step's entry
+        self.of_ranks = []  # what `spread` has found since it was printed last
 
     def say(self, text):
         if self.worker.rank == 0:
@@ -1445,6 +1585,8 @@ class Log:
                  f"{self.tokens_per_step:,} a step, {batches.steps_per_epoch:,} steps an epoch | "
                  f"mode {self.config.mode}, world size {self.worker.world_size}, "
                  f"{self.device_name}, {self.config.dtype}")
+        if self.config.offload and self.worker.device.type == "cpu":
+            self.say("--offload changes nothing here: the device is the CPU already")
 
     def cut_back(self, step):
         """Rank 0: keep the lines of metrics.jsonl up to a step, and open it for those that follow.
@@ -1459,16 +1601,23 @@ class Log:
                     kept.append(line)
         replace_file(path, lambda file: file.write(b"".join(kept)))
         self.metrics = open(path, "a", buffering=1)
+        self.trackers = start_trackers(self.config, step)
 
     def step(self, entry, step_s, exposed_s):
         """Print and write a step: entry, and what follows from its durations in seconds."""
         self.step_s.append(step_s)
         exposed_ms = None if exposed_s is None else 1e3 * exposed_s
         self.exposed_ms += [] if exposed_s is None else [exposed_ms]
-        self.last = dict(entry, tokens_per_sec=self.tokens_per_step / step_s, step_ms=1e3 * step_s,
-                         comm_exposed_ms=exposed_ms, mfu=self.mfu(step_s),
-                         mem_bytes=self.worker.peak_mem_bytes())
+        own = dict(step_ms=1e3 * step_s, comm_exposed_ms=exposed_ms,
+                   mem_bytes=self.worker.peak_mem_bytes(), **gpu_utilization(self.worker))
+        self.last = dict(entry, tokens_per_sec=self.tokens_per_step / step_s, mfu=self.mfu(step_s),
+                         **own, ranks=spread(own, self.worker))
+        self.of_ranks.append(self.last["ranks"])
         self.say(self.line())
+        if "val_loss" in entry and self.worker.world_size > 1:
+            self.say(self.line_of_ranks())
+        for track in self.trackers:
+            track(finite(self.last))
         if self.metrics:
             try:
                 self.metrics.write(json.dumps(finite(self.last)) + "\n")
@@ -1491,6 +1640,21 @@ class Log:
                 f"{e['tokens_per_sec']:,.0f} tokens/s | mfu {mfu} | "
                 f"{e['mem_bytes'] / 1e9:.2f} GB | {left // 60}m{left % 60:02d}s left{val}")
 
+    def line_of_ranks(self):
+        """Means over the steps since the last such line."""
+        steps, self.of_ranks = self.of_ranks, []
+        parts = []
+        for what, name, scale, unit in (("step", "step_ms", 1, "ms"),
+                                        ("waited", "comm_exposed_ms", 1, "ms"),
+                                        ("memory", "mem_bytes", 1e-6, "MB"),
+                                        ("GPU", "gpu_utilization", 1, "%")):
+            found = [ranks[name] for ranks in steps if name in ranks]
+            if found:
+                low, mean, high = (scale * statistics.fmean(values) for values in zip(*found))
+                parts.append(f"{what} {low:.0f}/{mean:.0f}/{high:.0f} {unit}")
+        slowest = statistics.mode(ranks["slowest"] for ranks in steps)
+        return f"ranks, min/mean/max: {', '.join(parts)}; slowest: rank {slowest}"
+
     def memory(self, held):
         """Print what `held_bytes` has found, and keep it for the result."""
         parts = [f"{name} {1e-6 * ours:.2f} (formula {1e-6 * formula:.2f})"
@@ -1503,15 +1667,13 @@ class Log:
     def result(self, param_sha256):
         """Print the RESULT line. Its times are medians over steps: the first ones warm up. They are
         null where a finished run was resumed. A collective."""
-        peak_mem_bytes = torch.tensor(self.worker.peak_mem_bytes(), device=self.worker.device)
-        self.worker.reduce(peak_mem_bytes, dist.ReduceOp.MAX)
         step_s = statistics.median(self.step_s) if self.step_s else math.nan
         exposed_ms = statistics.median(self.exposed_ms) if self.exposed_ms else None
         result = dict(mode=self.config.mode, world_size=self.worker.world_size,
                       steps=self.last["step"], train_loss=self.last["loss"],
                       val_loss=self.last.get("val_loss"), step_ms=1e3 * step_s,
                       tokens_per_sec=self.tokens_per_step / step_s,
-                      peak_mem_bytes=peak_mem_bytes.item(),
+                      peak_mem_bytes=self.worker.largest(self.worker.peak_mem_bytes()),
                       start_mem_bytes=self.worker.start_mem_bytes,
                       param_sha256=param_sha256, threads=self.config.threads,
                       comm_exposed_ms=exposed_ms, mfu=self.mfu(step_s), **self.held)
@@ -1793,6 +1955,8 @@ def main():
         config = parse_args(sys.argv[1:])
         check(config)
         worker = start(config)
+        if config.micro_batch_size == "auto":
+            config.micro_batch_size = largest_micro_batch(config, worker)
         status = train(config, worker)
     except (UserError, OSError) as error:  # an OSError names its file in nearly all cases
         status = refuse(error, getattr(error, "status", 2))
