@@ -36,6 +36,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch.autograd.function import BackwardCFunction
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
@@ -216,13 +217,17 @@ def node_groups(process_group, node_size):
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if node_size < 1 or len(ranks) % node_size:
         raise ValueError(f"groups of {node_size} ranks: {len(ranks)} ranks do not fall into such")
+
+    def make(chosen):
+        if len(chosen) == len(ranks):
+            return group
+        backend = dist.get_backend(group)
+        device = torch.device("cuda" if "nccl" in backend else "cpu")
+        timeout = group._get_backend(device).options._timeout  # else it would be torch's 30 minutes
+        return dist.new_group(chosen, timeout, backend, use_local_synchronization=True)
+
     first, place = rank - rank % node_size, rank % node_size
-    backend = dist.get_backend(group)
-    device = torch.device("cuda" if "nccl" in backend else "cpu")
-    timeout = group._get_backend(device).options._timeout  # or it would be torch's 30 minutes
-    return tuple(group if len(chosen) == len(ranks) else
-                 dist.new_group(chosen, timeout, backend, use_local_synchronization=True)
-                 for chosen in (ranks[first:first + node_size], ranks[place::node_size]))
+    return make(ranks[first:first + node_size]), make(ranks[place::node_size])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -755,15 +760,16 @@ def hierarchical_hook(state, bucket):
 class TopKState:
     """For `top_k_hook`: which part of the elements to send, and what was not sent so far.
 
-    residual: {parameter: tensor}, to be saved and loaded by each rank for itself.
+    start_iter: backwards at the beginning in which everything is sent, while weights move fast.
+    iter: backwards so far. residual: {parameter: tensor}; each rank saves and loads its own.
     Raises ValueError for a ratio outside (0, 1].
     """
 
-    def __init__(self, ratio=0.01, process_group=None):
+    def __init__(self, ratio=0.01, process_group=None, start_iter=0):
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio {ratio}: must be above 0, at most 1")
-        self.ratio, self.process_group = ratio, process_group
-        self.residual = {}
+        self.ratio, self.process_group, self.start_iter = ratio, process_group, start_iter
+        self.iter, self.residual = 0, {}
 
 
 def top_k_hook(state, bucket):
@@ -774,6 +780,9 @@ def top_k_hook(state, bucket):
     The residual costs 4 Psi bytes. With ratio 1 the bits are those of the exchange without a hook.
     """
     W, flat = dist.get_world_size(state.process_group), bucket.buffer()
+    state.iter += bucket.is_last()
+    if state.iter - bucket.is_last() < state.start_iter:
+        return allreduce_hook(state.process_group, bucket)
     for p, gradient in zip(bucket.parameters(), bucket.gradients()):
         if p in state.residual:
             gradient += state.residual[p]
@@ -788,11 +797,11 @@ def top_k_hook(state, bucket):
         state.residual.setdefault(p, torch.empty_like(gradient)).copy_(gradient)
 
     def add_up(_):
-        flat.zero_()
+        total = torch.zeros_like(flat, dtype=torch.float32 if flat.dtype.itemsize == 2 else None)
         for contribution in received.chunk(W):  # in rank order; no index twice in one of them
-            flat.index_add_(0, contribution[:4 * len(index)].view(torch.int32),
-                            contribution[4 * len(index):].view(flat.dtype))
-        return flat
+            where, values = contribution.split((4 * len(index), flat.dtype.itemsize * len(index)))
+            total.index_add_(0, where.view(torch.int32), values.view(flat.dtype).to(total.dtype))
+        return flat.copy_(total)
 
     return work.get_future().then(add_up)
 

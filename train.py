@@ -635,13 +635,13 @@ def comm_hook(config, worker):
     """(state, hook) of --comm_hook, for `register_comm_hook`. A collective."""
     if config.comm_hook == "bf16":
         return worker.group, default_hooks.bf16_compress_hook
-    if config.comm_hook == "powersgd":
-        # Plain sums while the learning rate warms up; torch's own 1000 steps may be a whole run.
-        plain_steps = max(2, config.warmup_steps)
-        state = powerSGD_hook.PowerSGDState(worker.group, start_powerSGD_iter=plain_steps)
-        return state, powerSGD_hook.powerSGD_hook
+    # Nothing is left out while the learning rate warms up.
+    if config.comm_hook == "powersgd":  # torch wants 2 steps at least
+        return (powerSGD_hook.PowerSGDState(worker.group,
+                                            start_powerSGD_iter=max(2, config.warmup_steps)),
+                powerSGD_hook.powerSGD_hook)
     if config.comm_hook == "topk":
-        return TopKState(config.topk_ratio, worker.group), top_k_hook
+        return TopKState(config.topk_ratio, worker.group, config.warmup_steps), top_k_hook
     node_size = config.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return HierarchicalState(node_size, worker.group), hierarchical_hook
 
@@ -1002,8 +1002,7 @@ class Checkpoints:
         self.config, self.worker, self.log = config, worker, log
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.facts = facts  # what has to be the same for a run to go on: see `prepare`
-        state = getattr(model, "comm_state", None)
-        self.residual = state.residual if config.comm_hook == "topk" else {}
+        self.residual = model.comm_state.residual if config.comm_hook == "topk" else {}
         self.out_dir = pathlib.Path(config.out_dir)
 
     # ---- what is in a checkpoint
@@ -1183,7 +1182,10 @@ class Checkpoints:
             for name, p in named_local(self.model):
                 if f"residual.{self.worker.rank}.{name}" in metadata.state_dict_metadata:
                     self.residual[p] = torch.empty_like(p)
-        if self.config.comm_hook in ("topk", "powersgd") and not self.residual:
+        if self.config.comm_hook not in ("topk", "powersgd"):
+            return
+        self.model.comm_state.iter = record["step"]
+        if not self.residual and record["step"] > self.config.warmup_steps:
             why = ("is not in" if record["world_size"] == self.worker.world_size else
                    f"is of {record['world_size']} ranks in")
             self.log.warn(f"--comm_hook {self.config.comm_hook} starts from zero: what was not "

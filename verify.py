@@ -24,6 +24,7 @@ import copy
 import datetime
 import functools
 import gc
+import importlib.machinery
 import inspect
 import io
 import itertools
@@ -44,6 +45,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 import warnings
 import weakref
 from dataclasses import replace
@@ -67,7 +69,8 @@ import ddp
 import model
 import train
 import zero
-from ddp import DDP, average_gradients, clip_gradients_, total_norm
+from ddp import (DDP, HierarchicalState, TopKState, average_gradients, clip_gradients_,
+                 hierarchical_hook, top_k_hook, total_norm)
 from model import GPT, GPTConfig, PRESETS, explicit_attention, peak_flops, rotate_half
 from zero import Zero1, Zero2, Zero3
 
@@ -1060,6 +1063,10 @@ def adamw(named_parameters):
                               fused=False)]
 
 
+def sgd(named_parameters, lr=1e-2):
+    return [torch.optim.SGD([p for _, p in named_parameters], lr=lr)]
+
+
 def zoo_steps(module, call, accumulation=1, clip=0, one_process_for=None, steps=3, make=adamw):
     """Train; yield a snapshot per step, gradients included.
 
@@ -1600,6 +1607,75 @@ def ddp_comm_hooks_over_buckets():
     return f"PowerSGD and the plain mean, {len(call._buckets)} buckets, 6 steps", 0.0
 
 
+def with_hook(name, state, hook, **options):
+    """(module, its DDP), which reduces by a comm hook."""
+    module, call = wrapped(name, **options)
+    call.register_comm_hook(state, hook)
+    return module, call
+
+
+@check([dict(W=W) for W in (1, 2, 3)])
+def ddp_top_k():
+    """Top-k sends `ratio` of each bucket; what was applied and what is left add up to all
+    gradients; at ratio 1 it is DDP to the bit; it runs in torch's DDP; an inf leaves no trace."""
+    W, ratio = dist.get_world_size(), 0.1
+    for name, accumulation in itertools.product(("gpt", "tied", "mixed_dtypes"), (1, 2)):
+        everything = with_hook(name, TopKState(1.0), top_k_hook, bucket_cap_mb=0.005)
+        same_steps(zoo_steps(*everything, accumulation), zoo_steps(*wrapped(name), accumulation))
+    state, still = TopKState(ratio), functools.partial(sgd, lr=0.0)  # weights that stay
+    module, call = with_hook("gpt", state, top_k_hook, bucket_cap_mb=0.005)
+    applied = list(zoo_steps(module, call, 2, steps=5, make=still))
+    every = list(zoo_steps(*wrapped("gpt"), 2, steps=5, make=still))
+    for name, p in module.named_parameters():
+        left = state.residual[p].clone()
+        dist.all_reduce(left)
+        total = sum(step[f"{name}.grad"] for step in applied) + left / W
+        assert torch.allclose(total, sum(step[f"{name}.grad"] for step in every), atol=1e-5), name
+    assert len(call._buckets) > 2
+    for bucket in call._buckets:
+        n_sent = round(ratio * len(bucket.flat))
+        assert 0 < bucket.flat.count_nonzero() <= W * n_sent, (len(bucket.flat), n_sent)
+    theirs, ours = zoo_module("gpt"), with_hook("gpt", TopKState(ratio), top_k_hook)
+    reference = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
+    reference.register_comm_hook(TopKState(ratio), top_k_hook)
+    same_steps(zoo_steps(*ours), zoo_steps(theirs, reference))
+    (math.inf * out_of(call)).backward()
+    assert not all(p.grad.isfinite().all() for p in module.parameters()), "the inf is lost"
+    assert all(left.isfinite().all() for left in state.residual.values()), "the inf stays"
+    raises(ValueError, "ratio 0: must be above 0", TopKState, 0)
+    return "3 modules at ratio 1; 5 steps of 2 micro-steps at ratio 0.1", 0.0
+
+
+@check([dict(W=W) for W in (2, 3, 4)])
+def ddp_hierarchical():
+    """Within nodes of 1 or W ranks the hierarchical hook gives DDP's bits, within others the sum of
+    the nodes' sums; it runs in torch's DDP."""
+    W, rank = dist.get_world_size(), dist.get_rank()
+    for node_size in (1, W):
+        for name in ("gpt", "uneven", "mixed_dtypes"):
+            state = HierarchicalState(node_size)
+            call = with_hook(name, state, hierarchical_hook, bucket_cap_mb=0.005)
+            same_steps(zoo_steps(*call, 2), zoo_steps(*wrapped(name), 2))
+    if W == 4:
+        state, flat = HierarchicalState(2), torch.randn(2001)
+        each = [torch.empty_like(flat) for _ in range(W)]
+        dist.all_gather(each, flat)
+        with mock.patch.object(ddp, "adds_in_rank_order", lambda *_: False):
+            assert torch.allclose(state.all_reduce(flat.clone()), sum(each), atol=1e-5)
+        same_bits({"sum": state.all_reduce(flat)},
+                  {"sum": (each[0] + each[1]) + (each[2] + each[3])})
+    theirs = zoo_module("gpt")
+    reference = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
+    reference.register_comm_hook(HierarchicalState(W), hierarchical_hook)
+    same_steps(zoo_steps(theirs, reference), zoo_steps(*wrapped("gpt")))
+    raises(ValueError, f"groups of 5 ranks: {W} ranks", HierarchicalState, 5)
+    state = HierarchicalState(1)
+    for group in (state.inside, state.across):
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        assert timeout == datetime.timedelta(seconds=20), f"{timeout} instead of the group's own"
+    return f"rank {rank} in nodes of 1, {W}{' and 2' if W == 4 else ''}", 0.0
+
+
 @check([dict(W=W) for W in (2, 3)])
 def ddp_buffers_follow_rank_0():
     """Parameters and buffers of any dtype and stride are rank 0's after construction, buffers also
@@ -1755,19 +1831,23 @@ def sharded(stage, name, **options):
     return stage(module, **options)
 
 
-def joined(shards):
-    """{name: shard or None} -> {name: flat whole}, from what all ranks have, None left out."""
+def joined(shards, shard_size=None):
+    """{name: shard or None} -> {name: flat whole}, from what all ranks have, None left out. Groups
+    of shard_size ranks have to agree."""
     views = [None] * dist.get_world_size()
     dist.all_gather_object(views, {n: t for n, t in shards.items() if t is not None})
     assert all(view.keys() == views[0].keys() for view in views), "ranks disagree on who has one"
-    return {n: torch.cat([view[n].flatten() for view in views]) for n in views[0]}
+    for rank, view in enumerate(views):
+        same_bits(view, views[rank % (shard_size or len(views))])
+    return {n: torch.cat([view[n].flatten() for view in views[:shard_size]]) for n in views[0]}
 
 
 def zero_snapshot(call):
     """As `snapshot`, of whole tensors, in memory order; shards and wholes have to agree."""
     shards = {n: (p.detach(), p.grad) for n, p in call.named_parameters()}
     found = joined({n: p for n, (p, _) in shards.items()}
-                   | {f"{n}.grad": gradient for n, (_, gradient) in shards.items()})
+                   | {f"{n}.grad": gradient for n, (_, gradient) in shards.items()},
+                   call.shard_size)
     whole = in_memory_order(dict(call.full_parameters()))
     same_bits({n: found[n] for n in whole}, whole)
     return {**found, **in_memory_order(dict(call.module.named_buffers()))}
@@ -1832,22 +1912,30 @@ def zero_is_one_process(stage, accumulation, names=(*ZOO, *UNITS)):
     return f"{stage.__name__}, {len(names)} modules, {accumulation} micro-steps, clip 0.05", 0.0
 
 
-def fsdp2(module, policy=MixedPrecisionPolicy()):
-    """fully_shard on the elements of the outermost lists and on the root."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def fsdp2(module, policy=MixedPrecisionPolicy(), shard_size=None):
+    """fully_shard on the elements of the outermost lists and on the root; hybrid by shard_size."""
+    W = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (W // (shard_size or W), shard_size or W),
+                            mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if shard_size else mesh["shard"]
     for unit in zero.find_units(module).values():
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     return fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-@check([dict(W=2, stage=Zero2, dtype=None), dict(W=2, stage=Zero3, dtype=torch.bfloat16)],
-       full=grid(W=(2,), stage=(Zero2, Zero3), dtype=(None, torch.bfloat16)))
-def zero_is_fsdp2(stage, dtype):
-    """At W = 2 FSDP2 has the same bits, in fp32 and with parameters gathered in bf16."""
+@check([dict(W=2, stage=Zero2, dtype=None), dict(W=2, stage=Zero3, dtype=torch.bfloat16),
+        dict(W=4, stage=Zero3, dtype=None, shard_size=2)],
+       full=[*grid(W=(2,), stage=(Zero2, Zero3), dtype=(None, torch.bfloat16)),
+             *grid(W=(4,), stage=STAGES, dtype=(None,), shard_size=(2,))])
+def zero_is_fsdp2(stage, dtype, shard_size=None):
+    """At W = 2, and at W = 4 in groups of 2, FSDP2 has the same bits, in fp32 and, not in groups,
+    with parameters gathered in bf16."""
     names = ("gpt", "recomputed", "tied", "low_rank", "blocks", "frozen_units", "large_vocabulary")
     for name in names:
-        theirs = fsdp2(zoo_module(name), MixedPrecisionPolicy(dtype, dtype and torch.float32))
-        ours = sharded(stage, name, param_dtype=dtype, reduce_dtype=dtype and torch.float32)
+        theirs = fsdp2(zoo_module(name), MixedPrecisionPolicy(dtype, dtype and torch.float32),
+                       shard_size)
+        ours = sharded(stage, name, param_dtype=dtype, reduce_dtype=dtype and torch.float32,
+                       shard_size=shard_size)
         optimizers = [adamw(list(m.named_parameters()))[0] for m in (ours, theirs)]
         for step in range(4):
             losses = []
@@ -1855,7 +1943,7 @@ def zero_is_fsdp2(stage, dtype):
                 losses.append(zoo_loss(m, step, 0, dist.get_rank()))
                 losses[-1].backward()
             assert torch.equal(*losses), f"{name}: losses {losses}"
-            gradients = joined({n: p.grad for n, p in ours.named_parameters()})
+            gradients = joined({n: p.grad for n, p in ours.named_parameters()}, shard_size)
             for n, p in theirs.named_parameters():
                 if p.grad is not None:
                     same_bits({n: gradients[n]}, {n: p.grad.full_tensor().flatten()})
@@ -2307,14 +2395,15 @@ def memory_by_phase(stage, n_units=8, width=64, **options):
     return {**found, "given up": live_bytes() - before}
 
 
-@check(grid(W=(2,), stage=STAGES) + [dict(W=4, stage=Zero3)], full=grid(W=(2, 4), stage=STAGES))
-def zero_memory(stage):
+@check([*grid(W=(2,), stage=STAGES), dict(W=4, stage=Zero3), dict(W=4, stage=Zero3, shard_size=2)],
+       full=grid(W=(2, 4), stage=STAGES, shard_size=(None, 1, 2)))
+def zero_memory(stage, shard_size=None):
     """After construction, backward and step live bytes are the formula's; between, a few units
     more."""
-    return check_memory(stage, dist.get_world_size())
+    return check_memory(stage, shard_size or dist.get_world_size(), shard_size=shard_size)
 
 
-def check_memory(stage, W, n_units=8, width=64):
+def check_memory(stage, W, n_units=8, width=64, shard_size=None):
     unit, small = 4 * width * width, 4 * (width + 16)  # the root, padded to 64 bytes a parameter
     psi = n_units * unit + small
 
@@ -2329,7 +2418,7 @@ def check_memory(stage, W, n_units=8, width=64):
     # autograd makes.
     reduced = (1 if stage is Zero1 else 3) * unit + unit
     small_tensors = 16 * 1024  # activations of one row, step counters
-    found = memory_by_phase(stage, n_units, width)
+    found = memory_by_phase(stage, n_units, width, shard_size=shard_size)
     for phase, n_bytes in found.items():
         least = parameters if phase == "built" else held
         most = least + in_flight * ("ward" in phase) + reduced * ("backward" in phase)
@@ -2690,6 +2779,57 @@ def zero_halves_the_traffic(stage):
     return f"{stage.__name__}, bytes sent in bf16 over fp32: {ratio:.3f}", 0.0
 
 
+HYBRID = ("gpt", "tied_units", "uneven", "late", "blocks", "skipping", "frozen_units")
+
+
+@check([dict(W=W, stage=stage, names=HYBRID[:3]) for W, stage in
+        ((2, Zero2), (3, Zero1), (4, Zero3))],
+       full=grid(W=(2, 3, 4), stage=STAGES, names=(HYBRID,)), limit_s=120)
+def zero_hybrid(stage, names):
+    """Shards over groups of 1, 2 or W ranks: 1 is DDP, W is one group, 2 is DDP with nodes of 2, to
+    the bit."""
+    W = dist.get_world_size()
+    for name in names:
+        same_as_zero(zero_steps(sharded(stage, name, shard_size=1), 2, 0.05),
+                     zoo_steps(*wrapped(name), 2, 0.05), name)
+        same_steps(zero_steps(sharded(stage, name, shard_size=W), 2, 0.05),
+                   zero_steps(sharded(stage, name), 2, 0.05))
+        if W == 4:
+            by_nodes = with_hook(name, HierarchicalState(2), hierarchical_hook)
+            same_as_zero(zero_steps(sharded(stage, name, shard_size=2), 1, 0.05),
+                         zoo_steps(*by_nodes, 1, 0.05), name)
+    raises(ValueError, "groups of 5 ranks", stage, zoo_module("gpt"), shard_size=5)
+    return f"{stage.__name__}, {', '.join(names)}", 0.0
+
+
+@check([dict(W=2, stage=stage) for stage in STAGES])
+def zero_offload(stage):
+    """On a CPU offload changes nothing and says so; as it is on CUDA, shards and their gradients
+    apart from what forward and backward use, bits are the same."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call = sharded(stage, "gpt", offload=True)
+    assert ["offload changes nothing" in str(w.message) for w in caught] == [True], caught
+    assert caught[0].filename == __file__, caught[0].filename
+    for name, dtype in (("gpt", None), ("tied_units", None), ("blocks", torch.bfloat16)):
+        with (mock.patch.object(stage, "_is_offloaded", lambda *_: True),
+              mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone),
+              mock.patch.object(torch.cuda, "current_stream") as stream):
+            call = sharded(stage, name, param_dtype=dtype, reduce_dtype=dtype)
+            ours = list(zero_steps(call, 2, 0.05))
+            assert stream.return_value.synchronize.called, "a step may come before the last copy"
+        memory = {unit.slot.storage.data_ptr() for unit in call._units}
+        memory |= {b.flat.untyped_storage().data_ptr() for b in call._all_buckets
+                   if b.flat is not None}
+        for _, shard in call.named_parameters():
+            for t in (shard, shard.grad):
+                assert t is None or t.untyped_storage().data_ptr() not in memory, "not apart"
+        del call, shard, t
+        same_steps(ours, zero_steps(sharded(stage, name, param_dtype=dtype, reduce_dtype=dtype), 2,
+                                    0.05))
+    return f"{stage.__name__}, 3 modules, fp32 and bf16", 0.0
+
+
 @check(grid(W=(2,), stage=STAGES), limit_s=120)
 def zero_compiled_blocks(stage):
     """With torch.compile per block, each stage gives the bits of DDP with torch.compile per block.
@@ -2759,6 +2899,18 @@ def naive_is_torch_under_autocast(dtype, mode):
     """Under autocast, with the gradient scaler for fp16, naive still gives the bits of torch."""
     naive = small_config(mode="naive", global_batch_size=2, dtype=dtype)
     return f"{mode}, {dtype}, 4 steps", same_runs(naive, replace(naive, mode=mode), steps=4)
+
+
+@check([dict(W=2)])
+def mode_hybrid_is_ddp():
+    """--shard_size 1 makes each stage of ZeRO ddp, under accumulation too; --shard_size W changes
+    nothing."""
+    options = dict(micro_batch_size=1, global_batch_size=8, grad_clip=0.05)
+    for mode in train.ZERO:
+        hybrid = small_config(mode=mode, shard_size=1, **options)
+        same_runs(small_config(mode="ddp", **options), hybrid, 3)
+        same_runs(small_config(mode=mode, **options), replace(hybrid, shard_size=2), 3)
+    return f"{', '.join(train.ZERO)}, 4 micro-steps", 0.0
 
 
 def poisoned_gradient(value):
@@ -2882,6 +3034,18 @@ def bad_input_is_one_line():
             ("--beta2 1", "--beta2 1.0"),
             ("--bucket_cap_mb 0", "--bucket_cap_mb 0.0"), (f"--seed {2**64}", "--seed"),
             ("--global_batch_size 6", "global_batch_size 6"),
+            ("--micro_batch_size most", "int_or_auto value: 'most'"),
+            ("--micro_batch_size 0", "--micro_batch_size 0"),
+            ("--memory_limit_gb 4", "--memory_limit_gb is for --micro_batch_size auto"),
+            ("--comm_hook topk", "--comm_hook is for --mode ddp"),
+            ("--mode ddp --comm_hook zip", "--comm_hook zip: choose one of bf16"),
+            ("--mode ddp --topk_ratio 0.1", "--topk_ratio is for --comm_hook topk"),
+            ("--mode ddp --comm_hook topk --topk_ratio 2", "--topk_ratio 2.0"),
+            ("--mode ddp --comm_hook topk --dtype fp16", "changes the scale of gradients"),
+            ("--mode ddp --comm_hook hierarchical --node_size 2", "--node_size 2 does not divide"),
+            ("--shard_size 1", "--shard_size is for --mode zero1"),
+            ("--mode zero2 --shard_size 2", "--shard_size 2 does not divide 1 rank"),
+            ("--offload", "--offload is for --mode zero1"),
             ("--n_head 3", "n_head 3"), ("--n_kv_head 3", "n_kv_head 3"),
             ("--tokenizer gpt9", "--tokenizer gpt9"), ("--tokenizer gpt2", "TIKTOKEN_CACHE_DIR"),
             (f"--dataset {data}/missing.txt", "missing.txt: no such file"),
@@ -2918,7 +3082,7 @@ def bad_input_of_many_ranks():
 
 
 METRICS = {"step", "loss", "lr", "grad_norm", "param_norm", "tokens_per_sec", "step_ms",
-           "comm_exposed_ms", "mfu", "mem_bytes"}
+           "comm_exposed_ms", "mfu", "mem_bytes", "ranks"}
 RESULT = {"mode", "world_size", "steps", "train_loss", "val_loss", "tokens_per_sec", "step_ms",
           "peak_mem_bytes", "param_sha256", "threads", "start_mem_bytes", "comm_exposed_ms", "mfu",
           "bytes_per_param", "bytes_per_param_formula"}
@@ -2949,7 +3113,7 @@ def promised_output(mode, W, folder):
     n_params = int(re.search(r"^([\d,]+) parameters", stdout, re.M).group(1).replace(",", ""))
     for key, column in zip(("bytes_per_param", "bytes_per_param_formula"), zip(*sizes)):
         assert abs(1e-6 * n_params * result[key] - sum(map(float, column))) < 0.02, (key, held)
-    return result, stdout[stdout.index("val loss", stdout.index("step     3")):-len(last) - 1]
+    return result, re.search(r"^sample:.*(?=^RESULT)", stdout, re.MULTILINE | re.DOTALL).group()
 
 
 @check([dict(W=1)], limit_s=120)
@@ -2990,6 +3154,151 @@ def zero3_trains_what_does_not_fit():
         code, stdout, stderr = run_main([*argv, "--mode", "zero3"], 4, plant=limit_memory)
         assert code == 0 and "RESULT" in stdout, stderr
     return "24 layers, 256 wide: single, ddp and zero3 at W = 4", 0.0
+
+
+@check([dict(W=1)], limit_s=120)
+def recomputing_changes_no_bit():
+    """--activation_checkpointing ends on the same bits in every mode."""
+    modes = ("single", *train.MODES)
+    with tempfile.TemporaryDirectory() as folder:
+        results = on_both_cores(lambda i, mode: finish(
+            1 if mode == "single" else 2, [*tiny(f"{folder}/{i}", mode=mode, global_batch_size=2),
+                                           *(["--activation_checkpointing"] if i else [])]),
+            *zip(*enumerate(modes)))
+    assert len({result["param_sha256"] for result in results}) == 1, results
+    return f"{', '.join(train.MODES)}", 0.0
+
+
+@check([dict(W=1)], limit_s=120)
+def comm_hooks_train_and_resume():
+    """Each --comm_hook trains, with all ranks on the same bits; hierarchical on ddp's; topk saves
+    what it did not send, resumes on the bits of an undisturbed run, or says that it starts anew."""
+    with tempfile.TemporaryDirectory() as folder:
+        def run(name, *flags, W=2, plant=None, **options):
+            argv = [*tiny(f"{folder}/{name}", mode="ddp", max_steps=5, **options), *flags]
+            with Launch(W, argv, plant=plant) as launch:
+                assert launch.wait() == [0] * W, launch.stderr()
+                last = launch.stdout().splitlines()[-1]
+                return last.partition("param_sha256")[2][:70], launch.stderr()
+
+        plain, *hooked = on_both_cores(run, ("plain", *train.HOOKS), (
+            "--no-compile", *(f"--comm_hook={hook}" for hook in train.HOOKS)))
+        hashes = dict(zip(train.HOOKS, (found for found, _ in hooked)))
+        assert hashes.pop("hierarchical") == plain[0] != "", "other bits than ddp"
+        assert len({plain[0], *hashes.values()}) == 4, f"a hook does nothing: {hashes}"
+        stop = functools.partial(stop_after, 3)
+        run("a", "--comm_hook=topk", plant=stop)
+        shutil.copytree(f"{folder}/a", f"{folder}/b")
+        assert run("a", "--comm_hook=topk", "--resume=auto") == (hashes["topk"], "")
+        found, stderr = run("b", "--comm_hook=topk", "--resume=auto", W=1)
+        assert "starts from zero: what was not sent is of 2 ranks in" in stderr, stderr
+        assert found != hashes["topk"]
+    return f"{', '.join(train.HOOKS)} at W = 2; topk stopped after step 3", 0.0
+
+
+@check([dict(W=1)], limit_s=120)
+def auto_micro_batch_fits():
+    """--micro_batch_size auto takes the largest size whose step stays within the limit, alike on
+    all ranks, and ends on the bits of that size given by hand."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = dict(mode="zero2", block_size=512, n_embd=64, max_steps=2, global_batch_size=32,
+                       dataset=HERE / "verify.py")
+        argv, limit = tiny(f"{folder}/a", **options, micro_batch_size="auto"), 0.40
+        with Launch(2, [*argv, "--memory_limit_gb", limit]) as launch:
+            result = launch.result()
+            chosen = re.search(r"^micro batch size (\d+): (.*) GB of", launch.stdout(), re.M)
+        size = int(chosen[1])
+        assert 1 < size < 16 and result["peak_mem_bytes"] < 1e9 * limit, (chosen[0], result)
+        by_hand, twice = on_both_cores(lambda size: finish(
+            2, tiny(f"{folder}/{size}", **options, micro_batch_size=size)), (size, 2 * size))
+        assert result["param_sha256"] == by_hand["param_sha256"]
+        assert twice["peak_mem_bytes"] > 0.95e9 * limit, f"{2 * size} fits too: {twice}"
+        refused(argv, "needs --memory_limit_gb")
+        refused([*argv, "--memory_limit_gb", 0.1], "1 takes 0.* GB, and the limit is 0.10", W=2)
+    return chosen[0], 0.0
+
+
+def slow_rank_1():
+    micro_batch = train.Batches.micro_batch
+
+    def slow(*arguments):
+        time.sleep(0.05 * int(os.environ["RANK"]))
+        return micro_batch(*arguments)
+
+    train.Batches.micro_batch = slow
+
+
+@check([dict(W=1)])
+def log_names_the_slowest_rank():
+    """Every line of metrics.jsonl has least, mean and most of all ranks, and the slowest rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        argv = tiny(folder, mode="ddp", eval_steps=2, eval_interval=2, max_steps=6)
+        with Launch(2, argv, plant=slow_rank_1) as launch:
+            launch.result()
+            lines = re.findall(r"^ranks, min/mean/max: step .*, waited .*, memory .*; slowest: "
+                               r"rank (\d)$", launch.stdout(), re.MULTILINE)
+        entries = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
+    assert lines == ["1", "1", "1"], lines
+    for entry in entries[1:]:
+        ranks = entry["ranks"]
+        assert ranks["slowest"] == 1, entry
+        for name in ("step_ms", "comm_exposed_ms", "mem_bytes"):
+            low, mean, high = ranks[name]
+            assert low <= entry[name] <= high and abs(mean - (low + high) / 2) < 1e-6 * high, entry
+        assert ranks["comm_exposed_ms"][2] - ranks["comm_exposed_ms"][0] > 25, entry
+    return "rank 1 of 2 sleeps 50 ms a micro batch", 0.0
+
+
+class Recorder(types.ModuleType):
+    """Stands for a tracker's package: notes in a file what it is called with."""
+
+    def __init__(self, name, path):
+        super().__init__(name)
+        self.__spec__, self.__path__ = importlib.machinery.ModuleSpec(name, None), []
+        self.path = path
+
+    def note(self, *arguments, **options):
+        with open(self.path, "a") as file:
+            file.write(json.dumps([arguments, options], default=str) + "\n")
+        return self
+
+    init = SummaryWriter = log = add_scalar = note
+
+    def close(self):
+        pass
+
+
+def plant_trackers(path):
+    for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
+        sys.modules[name] = Recorder(name, path)
+
+
+def plant_no_trackers():
+    sys.modules |= dict(wandb=None, tensorboard=None)
+
+
+@check([dict(W=1)])
+def trackers_get_every_step():
+    """--wandb and --tensorboard get the numbers of every step, from rank 0 alone; without the
+    package, or where it does not start, one line says what to do."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = pathlib.Path(folder, "log")
+        argv = [*tiny(f"{folder}/out", mode="ddp"), "--wandb", "--tensorboard"]
+        finish(2, argv, plant=functools.partial(plant_trackers, str(log)))
+        calls = [json.loads(line) for line in log.read_text().splitlines()]
+        entries = [json.loads(line) for line in open(f"{folder}/out/metrics.jsonl")]
+        logged = [(a[0], o["step"]) for a, o in calls if a and isinstance(a[0], dict)]
+        scalars = [a for a, _ in calls if len(a) == 3]
+        assert [step for _, step in logged] == [1, 2, 3, 4]
+        for entry, (numbers, step) in zip(entries, logged):
+            assert numbers["loss"] == entry["loss"]
+            assert numbers["ranks/step_ms_max"] == entry["ranks"]["step_ms"][2]
+            assert ["loss", entry["loss"], step] in scalars and "mfu" not in numbers
+        for name in ("wandb", "tensorboard"):
+            refused([*tiny(folder), f"--{name}"], f"pip install {name}", plant=plant_no_trackers)
+        broken = functools.partial(plant_trackers, f"{folder}/no/folder")
+        refused([*tiny(folder), "--wandb"], "--wandb could not start: FileNotFound", plant=broken)
+    return "4 steps at W = 2, two stand-ins for the packages", 0.0
 
 
 @check([dict(W=1)])
