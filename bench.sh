@@ -4,6 +4,7 @@
 #     ./bench.sh modes            every mode beside its counterpart in torch and DeepSpeed
 #     ./bench.sh scaling          weak and strong; a model of it, and what it says of 4096 ranks
 #     ./bench.sh tune             bucket size and micro batch; ends with the command line to use
+#     ./bench.sh options          each mode with activation checkpointing, compiled, and both
 #     ./bench.sh link 1gbit       two hosts with a slow wire between them (Linux, root, iproute2)
 #     ./bench.sh gpu              gpt2 in bf16 on one CUDA device
 #
@@ -21,7 +22,7 @@
 # process group that sends nothing (torch's fake one), so that the difference is what communication
 # costs. A ratio is one of medians; beside it its 90 % interval, by resampling the steps.
 #
-# Cost: on two cores modes take half an hour, scaling 15 minutes, tune and link 1gbit 4 each.
+# Cost: on two cores modes take half an hour, scaling and options 15 minutes, tune and link 1gbit 4.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -49,15 +50,14 @@ import dataclasses, gc, json, os, random, statistics, sys, time, warnings
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import (debugging_hooks, default_hooks,
-                                                         powerSGD_hook)
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ddp, train
 
-MADE_FROM = {"ddp-bf16": "ddp", "ddp-powersgd": "ddp", "torch-zero1": "torch-ddp",
+MADE_FROM = {**{f"ddp-{hook}": "ddp" for hook in train.HOOKS}, "torch-zero1": "torch-ddp",
              "torch-fsdp-kept": "torch-fsdp", "bare": "single", "deepspeed-1": "single",
              "deepspeed-2": "single", "deepspeed-3": "single"}
 
@@ -74,6 +74,8 @@ class Kind:
         self.name, self.batches, self.seconds, self.waited = name, batches, [], []
         self.base, _, alone = name.partition("@")
         self.config = dataclasses.replace(config, mode=MADE_FROM.get(self.base, self.base))
+        if self.base.startswith("ddp-"):
+            self.config.comm_hook, self.config.warmup_steps = self.base[4:], 0
         self.worker = worker
         if self.config.mode == "single" and "deepspeed" not in name:
             self.worker = dataclasses.replace(worker, rank=0, world_size=1)
@@ -93,12 +95,7 @@ class Kind:
             self.model.find_unused_parameters = True  # nobody says what other ranks use
         if noop:
             self.model.register_comm_hook(None, debugging_hooks.noop_hook)
-        if self.base == "ddp-bf16":
-            self.model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        elif self.base == "ddp-powersgd":
-            state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
-            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif self.base == "torch-fsdp-kept":
+        if self.base == "torch-fsdp-kept":
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_reshard_after_forward(False)
@@ -261,18 +258,18 @@ PYTHON
 # tables
 
 REPORT=$(cat <<'PYTHON'
-"""modes | scaling PRICE TFLOPS | tune | link RATE... | gpu: tables from out/bench/*.jsonl
+"""modes | scaling PRICE TFLOPS | tune | options | link RATE... | gpu: tables of out/bench/*.jsonl
 fastest: the flags of the fastest runs of tune"""
 import collections, datetime, importlib.metadata, json, os, pathlib, random, re, statistics
 import subprocess, sys
 
 # mode -> what does the same in torch, and with which it is measured in one process group
 COUNTERPART = {"naive": "torch-ddp", "ddp": "torch-ddp", "ddp-bf16": "torch-ddp",
-               "ddp-powersgd": "torch-ddp", "zero1": "torch-zero1", "zero2": "torch-fsdp-kept",
-               "zero3": "torch-fsdp"}
-ORDER = ["bare", "single", "naive", "torch-ddp", "ddp", "ddp-bf16", "ddp-powersgd", "torch-zero1",
-         "deepspeed-1", "zero1", "torch-fsdp-kept", "deepspeed-2", "zero2", "torch-fsdp",
-         "deepspeed-3", "zero3"]
+               "ddp-powersgd": "torch-ddp", "ddp-topk": "torch-ddp", "zero1": "torch-zero1",
+               "zero2": "torch-fsdp-kept", "zero3": "torch-fsdp"}
+ORDER = ["bare", "single", "naive", "torch-ddp", "ddp", "ddp-bf16", "ddp-powersgd", "ddp-topk",
+         "torch-zero1", "deepspeed-1", "zero1", "torch-fsdp-kept", "deepspeed-2", "zero2",
+         "torch-fsdp", "deepspeed-3", "zero3"]
 
 
 def read(name):
@@ -522,16 +519,16 @@ def predict_there(price, tflops):
            *(cell for name in LINKS for cell in (name, "eff.", "USD"))], rows)
 
 
-def runs_of_tune():
+def runs_by_flags(name):
     runs = collections.defaultdict(list)
-    for r in read("tune"):
+    for r in read(name):
         runs[r["label"]].append(r)
     return runs
 
 
-def tune():
+def by_flags(name):
     rows = []
-    for flags, runs in runs_of_tune().items():
+    for flags, runs in runs_by_flags(name).items():
         rates = [r["tokens_per_sec"] for r in runs]
         rows.append([f"`{flags}`", number(statistics.median(rates)), ", ".join(map(number, rates)),
                      number(max(r["peak_mem_bytes"] for r in runs), 0, 1e-6)])
@@ -539,7 +536,7 @@ def tune():
 
 
 def fastest():
-    runs = runs_of_tune()
+    runs = runs_by_flags("tune")
     print(max(runs, key=lambda flags: statistics.median(r["tokens_per_sec"] for r in runs[flags])))
 
 
@@ -560,7 +557,8 @@ def link(*rates):
 
         print(f"Two ranks, {rate} between them, each way. Computing alone, as ddp does it: "
               f"{number(alone and alone['step_ms'])} ms. Bound: the larger of this and of the "
-              f"bytes that it has to send over the bandwidth (those of fp32 for PowerSGD too).\n")
+              f"bytes that it has to send over the bandwidth (those of fp32 for PowerSGD and "
+              f"top-k too).\n")
         steps.table({
             "bytes / bandwidth, ms": lambda *row: number(wire_ms(*row)),
             "step over bound": over_bound if alone else lambda *row: "-",
@@ -581,7 +579,8 @@ if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command != "fastest":
         print(f"## {command}: {where()}\n")
-    commands = dict(modes=modes, tune=tune, fastest=fastest, link=link, gpu=gpu,
+    commands = dict(modes=modes, fastest=fastest, link=link, gpu=gpu,
+                    tune=lambda: by_flags("tune"), options=lambda: by_flags("options"),
                     scaling=lambda *numbers: scaling(*map(float, numbers)))
     commands[command](*arguments)
 PYTHON
@@ -723,7 +722,8 @@ tune() {
 link() {  # RATE...: as tc has it, 1gbit or 100mbit
     local rate rank flags=("${SMALL[@]}" --micro_batch_size 4 "${FLAGS[@]}")
     local kinds
-    kinds=$(chosen torch-ddp,ddp,ddp@alone,ddp-bf16,ddp-powersgd,zero1,zero2,torch-fsdp,zero3)
+    kinds=torch-ddp,ddp,ddp@alone,ddp-bf16,ddp-powersgd,ddp-topk,zero1,zero2,torch-fsdp,zero3
+    kinds=$(chosen $kinds)
     [[ $(uname) == Linux && $(id -u) == 0 ]] \
         || die "link makes network namespaces: run it as root on Linux"
     command -v ip tc > /dev/null || die "link needs ip and tc: install iproute2"
@@ -774,11 +774,29 @@ gpu() {
     report gpu
 }
 
+options() {
+    local world=${WORLDS##* } round mode option batch
+    local flags=(--n_layer 8 --n_head 8 --n_embd 256 --block_size 256 --max_steps 8 "${FLAGS[@]}")
+    batch=$(value_of --micro_batch_size --micro_batch_size 4 "${FLAGS[@]}")
+    flags+=(--global_batch_size $((world * batch)))
+    for ((round = 0; round < ROUNDS; round++)); do
+        for mode in ${MODES:-naive torch-ddp ddp zero1 zero2 torch-fsdp zero3}; do
+            for option in "" --activation_checkpointing --compile \
+                "--activation_checkpointing --compile"; do
+                launch options "--mode $mode${option:+ $option}" "$world" train.py \
+                    --mode "$mode" $option "${flags[@]}"
+            done
+        done
+    done
+    report options
+}
+
 # -------------------------------------------------------------------------------------------------
 COMMAND=${1:-} WORLDS="1 2 4" ROUNDS=6 MODES='' PRICE=2.0 TFLOPS=400 GIVEN='' RATES=()
 case $COMMAND in
 modes | scaling | gpu) ;;
 tune) WORLDS=2 ROUNDS=3 ;;
+options) WORLDS=2 ROUNDS=2 ;;
 link) ROUNDS=4 ;;
 -h | --help | help) usage; exit ;;
 *) usage >&2; exit 2 ;;
@@ -814,6 +832,7 @@ for mode in $MODES; do
 done
 varied=(--mode --global_batch_size)  # by the command itself
 [[ $COMMAND != tune ]] || varied=(--micro_batch_size --bucket_cap_mb)
+[[ $COMMAND != options ]] || varied+=(--activation_checkpointing --compile)
 for flag in "${varied[@]}"; do
     [[ " $GIVEN " != *" $flag "* ]] || die "$COMMAND sets $flag itself"
 done
