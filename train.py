@@ -342,7 +342,7 @@ def tokenize(text, tokenizer, out_dir, name):
         return np.load(path, mmap_mode="r")
 
 
-def read_bin(path, tokenizer):
+def read_bin(path, tokenizer, vocab_size):
     """nanoGPT's format: token ids as little-endian uint16 and nothing else. Raises UserError."""
     if not path.is_file():
         raise UserError(f"--dataset {path.parent}: there is no {path.name} in this folder")
@@ -351,19 +351,20 @@ def read_bin(path, tokenizer):
         raise UserError(f"--dataset {path} has {size} bytes, not a number of 2-byte tokens")
     tokens = np.memmap(path, dtype="<u2", mode="r")
     largest = int(tokens.max())  # reads the file once, at disk speed; a crash in mid-run costs more
-    if largest >= tokenizer.n_vocab:
-        raise UserError(f"--dataset {path} holds token {largest}, but --tokenizer "
-                        f"{tokenizer.name} has {tokenizer.n_vocab} tokens: choose the right one")
+    if largest >= vocab_size:  # a --tokenizer's, or that of --init_from, which may be another's
+        raise UserError(f"--dataset {path} holds token {largest}, but with --tokenizer "
+                        f"{tokenizer.name} the model has {vocab_size}: choose the right one")
     return tokens
 
 
-def load_tokens(config, tokenizer):
+def load_tokens(config, tokenizer, vocab_size):
     """(training, validation) token ids. Of one text, the last tenth validates. Raises UserError."""
     path, stdlib = pathlib.Path(config.dataset), config.dataset == "stdlib"
     if not stdlib and not path.exists():
         raise UserError(f"--dataset {path}: no such file or folder")
     if path.is_dir() and not stdlib:
-        return read_bin(path / "train.bin", tokenizer), read_bin(path / "val.bin", tokenizer)
+        return tuple(read_bin(path / name, tokenizer, vocab_size)
+                     for name in ("train.bin", "val.bin"))
     text = stdlib_text() if stdlib else read_text(path)
     tokens = tokenize(text, tokenizer, config.out_dir, config.dataset)
     cut = int(0.9 * len(tokens))
@@ -408,9 +409,10 @@ class Batches:
         return window[:, :-1], window[:, 1:]
 
 
-def load_batches(config, tokenizer, block_size):
+def load_batches(config, tokenizer, gpt_config):
     """(training, validation) Batches; validation is None with eval_steps 0. Raises UserError."""
-    tokens, val_tokens = load_tokens(config, tokenizer)
+    tokens, val_tokens = load_tokens(config, tokenizer, gpt_config.vocab_size)
+    block_size = gpt_config.block_size
     shortest = min((tokens, val_tokens) if config.eval_steps else (tokens,), key=len)
     if len(shortest) <= block_size:
         raise UserError(f"--dataset {config.dataset}: a part of {len(shortest)} tokens is shorter "
@@ -1495,7 +1497,10 @@ def sample(model, tokenizer, progress, config, worker):
     # Eager, since compiling for every length would take longer than the run.
     with autocast(config, worker), torch.compiler.set_stance("force_eager"):
         idx = model.generate(idx, config.sample_tokens, temperature=0.8, generator=generator)
-    return "sample:" + tokenizer.decode(idx[0].tolist())
+    try:
+        return "sample:" + tokenizer.decode(idx[0].tolist())
+    except KeyError:  # the vocabulary is that of --init_from, and has more tokens
+        return f"sample, as --tokenizer {tokenizer.name} lacks some tokens: {idx[0].tolist()}"
 
 
 def finite(entry):
@@ -1824,7 +1829,7 @@ def prepare(config, worker):
     os.makedirs(config.out_dir, exist_ok=True)
     tokenizer = load_tokenizer(config.tokenizer)
     plain = build_model(config, tokenizer)
-    batches, val_batches = load_batches(config, tokenizer, plain.config.block_size)
+    batches, val_batches = load_batches(config, tokenizer, plain.config)
     if worker.rank == 0:  # refused now, not after the last step
         check_exports(config)
     facts = dict(shapes={name: list(p.shape) for name, p in plain.named_parameters()})

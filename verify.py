@@ -36,6 +36,7 @@ import os
 import pathlib
 import pickle
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -754,7 +755,7 @@ def data_nanogpt_folder():
         for name in ("train", "val"):
             np.arange(200, dtype=np.uint16).tofile(f"{folder}/{name}.bin")
         config = train.Config(mode="single", dataset=folder, out_dir=folder)
-        both = train.load_tokens(config, train.load_tokenizer("bytes"))
+        both = train.load_tokens(config, train.load_tokenizer("bytes"), 257)
         assert all(isinstance(t, np.memmap) and (t == np.arange(200)).all() for t in both)
     return "200 tokens in each of two files", 0.0
 
@@ -3034,18 +3035,6 @@ def bad_input_is_one_line():
             ("--beta2 1", "--beta2 1.0"),
             ("--bucket_cap_mb 0", "--bucket_cap_mb 0.0"), (f"--seed {2**64}", "--seed"),
             ("--global_batch_size 6", "global_batch_size 6"),
-            ("--micro_batch_size most", "int_or_auto value: 'most'"),
-            ("--micro_batch_size 0", "--micro_batch_size 0"),
-            ("--memory_limit_gb 4", "--memory_limit_gb is for --micro_batch_size auto"),
-            ("--comm_hook topk", "--comm_hook is for --mode ddp"),
-            ("--mode ddp --comm_hook zip", "--comm_hook zip: choose one of bf16"),
-            ("--mode ddp --topk_ratio 0.1", "--topk_ratio is for --comm_hook topk"),
-            ("--mode ddp --comm_hook topk --topk_ratio 2", "--topk_ratio 2.0"),
-            ("--mode ddp --comm_hook topk --dtype fp16", "changes the scale of gradients"),
-            ("--mode ddp --comm_hook hierarchical --node_size 2", "--node_size 2 does not divide"),
-            ("--shard_size 1", "--shard_size is for --mode zero1"),
-            ("--mode zero2 --shard_size 2", "--shard_size 2 does not divide 1 rank"),
-            ("--offload", "--offload is for --mode zero1"),
             ("--n_head 3", "n_head 3"), ("--n_kv_head 3", "n_kv_head 3"),
             ("--tokenizer gpt9", "--tokenizer gpt9"), ("--tokenizer gpt2", "TIKTOKEN_CACHE_DIR"),
             (f"--dataset {data}/missing.txt", "missing.txt: no such file"),
@@ -3068,6 +3057,33 @@ def bad_input_is_one_line():
             assert expected in stderr, f"{flags}: {stderr}"
 
         on_both_cores(refuses, *zip(*cases))
+    return f"{len(cases)} command lines", 0.0
+
+
+@check([dict(W=1)])
+def flags_that_belong_together():
+    """A flag that another one makes void, or that does not go with it, is refused by name."""
+    cases = (("--micro_batch_size most", "int_or_auto value: 'most'"),
+             ("--micro_batch_size 0", "--micro_batch_size 0"),
+             ("--memory_limit_gb 4", "--memory_limit_gb is for --micro_batch_size auto"),
+             ("--comm_hook topk", "--comm_hook is for --mode ddp"),
+             ("--mode ddp --comm_hook zip", "--comm_hook zip: choose one of bf16"),
+             ("--mode ddp --topk_ratio 0.1", "--topk_ratio is for --comm_hook topk"),
+             ("--mode ddp --comm_hook topk --topk_ratio 2", "--topk_ratio 2.0"),
+             ("--mode ddp --comm_hook topk --dtype fp16", "changes the scale of gradients"),
+             ("--mode ddp --comm_hook hierarchical --node_size 2", "--node_size 2 does not divide"),
+             ("--mode ddp --shard_size 1", "--shard_size is for --mode zero1"),
+             ("--mode zero2 --shard_size 2", "--shard_size 2 does not divide 1 rank"),
+             ("--offload", "--offload is for --mode zero1"),
+             ("--init_from x --model gpt2", "--model and --init_from"))
+
+    def start(flags):
+        config = train.parse_args(flags.split())
+        train.check(config)
+        train.accumulation_steps(config, 1)
+
+    for flags, text in cases:
+        raises(train.UserError, text, start, flags)
     return f"{len(cases)} command lines", 0.0
 
 
@@ -3749,6 +3765,140 @@ def exported_model_is_plain(runs):
     return f"{' and '.join(mode for _, mode in runs)}: hash of the weights", 0.0
 
 
+def llama_logits(weights, llama, idx):
+    """The logits of a LlamaForCausalLM, from its definition alone, a head at a time."""
+    n_head, n_kv = llama["num_attention_heads"], llama["num_key_value_heads"]
+    hs, T, eps = llama["hidden_size"] // n_head, idx.size(1), llama["rms_norm_eps"]
+    frequency = llama["rope_theta"] ** (-torch.arange(0, hs, 2) / hs)
+    angle = torch.arange(T)[:, None] * frequency
+
+    def norm(x, name):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weights[f"{name}.weight"]
+
+    def turned(x):
+        a, b = x[..., :hs // 2], x[..., hs // 2:]
+        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
+
+    x = weights["model.embed_tokens.weight"][idx]
+    for i in range(llama["num_hidden_layers"]):
+        def linear(x, name, i=i):
+            return x @ weights[f"model.layers.{i}.{name}_proj.weight"].T
+
+        y = norm(x, f"model.layers.{i}.input_layernorm")
+        q, k, v = (linear(y, f"self_attn.{name}").split(hs, dim=-1) for name in "qkv")
+        heads = [explicit_attention(turned(q[h]), turned(k[h * n_kv // n_head]),
+                                    v[h * n_kv // n_head]) for h in range(n_head)]
+        x = x + linear(torch.cat(heads, -1), "self_attn.o")
+        y = norm(x, f"model.layers.{i}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(linear(y, "mlp.gate"))
+        x = x + linear(gate * linear(y, "mlp.up"), "mlp.down")
+    return norm(x, "model.norm") @ weights[
+        "model.embed_tokens.weight" if llama["tie_word_embeddings"] else "lm_head.weight"].T
+
+
+def write_safetensors(path, tensors):
+    header, numbers = {"__metadata__": {"format": "pt"}}, b""
+    for name, t in tensors.items():
+        dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[t.dtype]
+        raw = t.contiguous().view(torch.uint8).numpy().tobytes()
+        header[name] = dict(dtype=dtype, shape=list(t.shape),
+                            data_offsets=[len(numbers), len(numbers) + len(raw)])
+        numbers += raw
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    path.write_bytes(len(head).to_bytes(8, "little") + head + numbers)
+
+
+def plain_gpt(folder):
+    """The GPT that --init_from makes of a folder, in this process."""
+    tokenizer = train.load_tokenizer("bytes")
+    return train.build_model(small_config(init_from=str(folder)), tokenizer)
+
+
+@check([dict(W=1)], limit_s=120)
+def llama_folder_round_trip():
+    """--export_hf writes a LlamaForCausalLM by name, shape and logits; --init_from loads it in any
+    mode, also as safetensors, in bf16 and with a head of its own, to the bit; it names mistakes."""
+    with tempfile.TemporaryDirectory() as folder:
+        hf, idx = pathlib.Path(folder, "hf"), torch.arange(14).view(2, 7)
+        argv = [*tiny(f"{folder}/out"), "--n_head", 4, "--n_kv_head", 2, "--export_hf", hf]
+        expected = finish(2, [*argv, "--mode", "zero3"])["param_sha256"]
+        llama = json.loads((hf / "config.json").read_text())
+        weights = torch.load(hf / "pytorch_model.bin", weights_only=True)
+        gpt = plain_gpt(hf)
+        assert train.param_sha256(gpt) == expected
+        with torch.no_grad():
+            assert torch.allclose(gpt(idx)[0], llama_logits(weights, llama, idx), atol=1e-5)
+
+        def still(name, **options):  # flags that leave the weights as they come
+            flags = tiny(f"{folder}/{name}", lr=0, weight_decay=0, init_from=hf, **options)
+            return [word for name, value in zip(flags[::2], flags[1::2])
+                    if name[2:] not in train.SIZES for word in (name, value)]
+
+        for result in on_both_cores(lambda W, mode: finish(W, still(mode, mode=mode)), (1, 2, 2, 2),
+                                    ("single", "zero3", "zero1", "torch-fsdp")):
+            assert result["param_sha256"] == expected, result
+        refused([*still("none"), "--init_from", folder], "No such file .*config.json")
+
+        other = GPT(GPTConfig(block_size=9, vocab_size=300, n_layer=2, n_head=2, n_embd=12,
+                              n_hidden=20, norm_eps=1e-6, rope_theta=500.0, tied=False))
+        llama = model.to_llama_config(other.config)
+        (hf / "config.json").write_text(json.dumps(llama))
+        weights = {part: rows.bfloat16() for name, parts in model.llama_names(other.config).items()
+                   for part, rows in zip(parts, dict(other.named_parameters())[name].detach().split(
+                       list(parts.values())))}
+        half = len(weights) // 2
+        for i, part in enumerate((list(weights)[:half], list(weights)[half:])):
+            write_safetensors(hf / f"model-{i}.safetensors", {n: weights[n] for n in part})
+        gpt = plain_gpt(hf)
+        same_bits({n: p.bfloat16() for n, p in other.named_parameters()},
+                  {n: p.bfloat16() for n, p in gpt.named_parameters()})
+        weights = {name: t.float() for name, t in weights.items()}
+        with torch.no_grad():
+            assert torch.allclose(gpt(idx)[0], llama_logits(weights, llama, idx), atol=1e-5)
+        with Launch(1, still("more", sample_tokens=200)) as launch:
+            launch.result()
+            assert "sample, as --tokenizer bytes lacks some tokens: [10, " in launch.stdout()
+
+        for changed, text in ((dict(vocab_size=100), "has 100 tokens, but --tokenizer bytes"),
+                              (dict(rope_parameters=dict(rope_type="yarn")), "rope_type is yarn"),
+                              (dict(model_type="qwen2"), "model_type is qwen2"),
+                              (dict(intermediate_size=28), r"gate_proj.weight is \(20, 12\), not"),
+                              (dict(num_hidden_layers=3), "model.layers.2.* is missing"),
+                              (dict(hidden_size=None), "config.json: .*NoneType")):
+            (hf / "config.json").write_text(json.dumps({**llama, **changed}))
+            raises(train.UserError, text, plain_gpt, hf)
+        (hf / "config.json").write_text(json.dumps(llama))
+        os.truncate(hf / "model-1.safetensors", 600)
+        raises(train.UserError, "model-1.safetensors is damaged", plain_gpt, hf)
+        for path in hf.glob("*.safetensors"):
+            path.unlink()
+        os.truncate(hf / "pytorch_model.bin", 2000)
+        raises(train.UserError, "pytorch_model.bin is damaged", plain_gpt, hf)
+    return "zero3 to 4 modes; bf16 in two files, a head of its own; 10 mistakes", 0.0
+
+
+@check([dict(W=1)])
+def llama_opens_in_transformers():
+    """What --export_hf writes transformers opens as LlamaForCausalLM, with the same logits; what
+    that saves --init_from opens."""
+    try:
+        from transformers import LlamaForCausalLM
+    except ModuleNotFoundError:
+        raise Skip("transformers is not installed; see llama_folder_round_trip") from None
+    gpt, idx = small_model(vocab_size=257), torch.arange(14).view(2, 7)
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        train.write_llama(dict(gpt.named_parameters()), pathlib.Path(folder), gpt.config,
+                          train.load_tokenizer("bytes"))
+        theirs = LlamaForCausalLM.from_pretrained(folder)
+        difference = (theirs(idx).logits - gpt(idx)[0]).abs().max().item()
+        assert difference < 1e-5, difference
+        theirs.save_pretrained(f"{folder}/saved")
+        saved = plain_gpt(f"{folder}/saved")
+        same_bits(dict(gpt.named_parameters()), dict(saved.named_parameters()))
+    return "logits of the small model, and back", difference
+
+
 # -------------------------------------------------------------------------------------------------
 # train.py: faults
 
@@ -3915,7 +4065,7 @@ def other_torch():
 
 
 def missing_data():
-    def load_tokens(config, tokenizer):
+    def load_tokens(config, tokenizer, vocab_size):
         raise train.UserError("--dataset x: no such file or folder")
 
     if os.environ["RANK"] == "1":
@@ -4129,6 +4279,178 @@ def two_nodes_survive_kill_9():
     results = re.findall(r"^RESULT (.*)$", stdout, re.MULTILINE)
     assert len(results) == 1 and json.loads(results[0])["param_sha256"] == expected, results
     return f"zero3, a rank on each, from step {resumed[0]} on", 0.0
+
+
+# -------------------------------------------------------------------------------------------------
+# README.md: what it has to paste
+
+
+def pasted(first_line):
+    """The block of code in README.md that begins with first_line."""
+    text = (HERE / "README.md").read_text()
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    [block] = [block for block in blocks if block.startswith(first_line)]
+    return block
+
+
+def run_pasted(command, folder, **environment):
+    """Run a command in folder, with folder/bin and this Python first in the path -> stdout."""
+    path = os.pathsep.join((str(folder / "bin"), str(pathlib.Path(sys.executable).parent),
+                            os.environ["PATH"]))
+    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=100,
+                          env={**os.environ, "PATH": path, **environment})
+    assert done.returncode == 0, f"{command}: {done.stderr[-2000:]}"
+    return done.stdout
+
+
+@check([dict(W=1)], limit_s=120)
+def readme_example_runs():
+    """The README's example of one's own module runs as it stands, and with DDP for Zero3 ends on
+    the same losses."""
+    example = pasted("# own.py")
+    assert len(example.splitlines()) < 25
+    as_ddp = example.replace("from zero import Zero3", "from ddp import DDP").replace(
+        "Zero3(net, units=[net[0], net[2]])", "DDP(net)")
+    assert "Zero3" in example and "Zero3" not in as_ddp, "the lines to change are others"
+
+    def losses(name, text):
+        folder = pathlib.Path(parent, name)
+        folder.mkdir()
+        (folder / "own.py").write_text(text)
+        for file in ("ddp.py", "zero.py"):
+            shutil.copy(HERE / file, folder)
+        stdout = run_pasted(["torchrun", "--standalone", "--nproc_per_node=2", "own.py"], folder)
+        return sorted(re.findall(r"^rank (\d): loss ([\d.]+)$", stdout, re.MULTILINE))
+
+    with tempfile.TemporaryDirectory() as parent:
+        ours, theirs = on_both_cores(losses, ("zero3", "ddp"), (example, as_ddp))
+    assert ours == theirs and len(ours) == 2 and all(float(loss) < 0.5 for _, loss in ours), ours
+    return f"losses of two ranks: {ours[0][1]} and {ours[1][1]}", 0.0
+
+
+def checked_flags(command):
+    """The flags that follow train.py in a command, as a Config; those that are not fail."""
+    config = train.parse_args(command[command.index("train.py") + 1:])
+    train.check(config)
+    return config
+
+
+@check([dict(W=1)], limit_s=120)
+def readme_slurm_job_runs():
+    """The README's sbatch script, under a stand-in for Slurm with two nodes, trains on both."""
+    script = pasted("#!/bin/bash\n#SBATCH")
+    with tempfile.TemporaryDirectory() as parent:
+        folder = pathlib.Path(parent)
+        (folder / "bin").mkdir()
+        for name, text in (
+                ("scontrol", "[ \"$*\" = 'show hostnames node[1-2]' ] && echo localhost && echo b"),
+                ("srun", '"$@" & "$@"; first=$?; wait $! && exit $first')):  # on two nodes
+            (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+            (folder / "bin" / name).chmod(0o755)
+        flags = [str(word) for word in tiny(folder / "out")]
+        (folder / "train.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n"
+                                         f"sys.argv[1:] += {flags!r}\nimport train\n"
+                                         f"sys.exit(train.main())\n")
+        (folder / "job.sh").write_text(script)
+        with contextlib.closing(socket.create_server(("localhost", 0))) as free:
+            job_id = free.getsockname()[1] - 20000  # the script's port is 20000 and this
+        stdout = run_pasted(["bash", "job.sh"], folder, SLURM_JOB_NODELIST="node[1-2]",
+                            SLURM_NNODES="2", SLURM_GPUS_ON_NODE="1", SLURM_JOB_ID=str(job_id))
+    [result] = re.findall(r"^RESULT (.*)$", stdout, re.MULTILINE)
+    assert json.loads(result)["world_size"] == 2 and json.loads(result)["mode"] == "zero3"
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", script, re.MULTILINE))
+    assert directives["ntasks-per-node"] == "1" and directives["signal"].startswith("TERM@")
+    return "two agents of torchrun, a rank each", 0.0
+
+
+def read_yaml(text):
+    """Block style YAML -> dicts and lists of strings: no more than the README uses."""
+    lines = [(len(line) - len(line.lstrip()), line.strip()) for line in text.splitlines()
+             if line.strip() and not line.lstrip().startswith("#")]
+    lines = [(indent, line.partition("  #")[0].rstrip()) for indent, line in lines]
+
+    def node(i, indent):
+        """The value that begins with line i -> (it, the line after it)."""
+        if lines[i][1].startswith("- "):
+            found = []
+            while i < len(lines) and lines[i][0] == indent and lines[i][1].startswith("- "):
+                rest = lines[i][1][2:]
+                if re.match(r"[\w./-]+:( |$)", rest):
+                    lines[i] = (indent + 2, rest)
+                    value, i = node(i, indent + 2)
+                else:
+                    value, i = rest, i + 1
+                found.append(value)
+            return found, i
+        found = {}
+        while i < len(lines) and lines[i][0] == indent and not lines[i][1].startswith("- "):
+            key, colon, value = lines[i][1].partition(":")
+            assert colon and key not in found and "\t" not in lines[i][1], lines[i]
+            found[key], i = value.strip(), i + 1
+            if not found[key]:
+                assert lines[i][0] >= indent, lines[i]
+                found[key], i = node(i, lines[i][0])
+        return found, i
+
+    value, end = node(0, 0)
+    assert end == len(lines), f"indentation of {lines[end]}"
+    return value
+
+
+@check([dict(W=1)])
+def readme_kubernetes_job_fits():
+    """The README's Kubernetes objects fit together: service, job, rendezvous, volume and flags."""
+    service, job = (read_yaml(text) for text in pasted("# job.yaml").split("---\n"))
+    assert (service["apiVersion"], service["kind"]) == ("v1", "Service")
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    name, spec = job["metadata"]["name"], job["spec"]
+    pod = spec["template"]["spec"]
+    [container], [volume] = pod["containers"], pod["volumes"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["publishNotReadyAddresses"] == "true"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
+    command = container["command"]
+    agent = dict(word[2:].split("=") for word in command[1:command.index("train.py")])
+    assert command[0] == "torchrun" and agent["nnodes"] == spec["completions"]
+    assert agent["rdzv_endpoint"].split(":")[0] == f"{name}-0.{pod['subdomain']}"
+    assert agent["nproc_per_node"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    [mount] = container["volumeMounts"]
+    assert mount["name"] == volume["name"]
+    config = checked_flags(command)
+    assert config.out_dir.startswith(mount["mountPath"]) and config.resume == "auto"
+    assert int(agent["nnodes"]) * int(agent["nproc_per_node"]) % config.shard_size == 0
+    return f"{len(command)} words of a command, service and volume", 0.0
+
+
+@check([dict(W=1)])
+def readme_commands_are_valid():
+    """Every command of the README is valid shell, every file in it is there, every flag that it
+    gives train.py exists and goes with the others; the Dockerfile copies what it runs."""
+    text, n = (HERE / "README.md").read_text(), 0
+    for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        done = subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        for line in block.replace("\\\n", " ").splitlines():
+            with mock.patch.dict(os.environ, SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8"):
+                words = shlex.split(os.path.expandvars(line), comments=True)
+            if "train.py" in words:
+                with mock.patch.dict(os.environ, dict(RANK="0") if "torchrun" in words else {}):
+                    config = checked_flags([word for word in words if word != "&"])
+                W = math.prod(int(word.split("=")[1]) for word in words if
+                              re.match(r"--(nnodes|nproc_per_node)=\d", word))
+                train.accumulation_steps(replace(config, micro_batch_size=1) if
+                                         config.micro_batch_size == "auto" else config, W)
+                n += 1
+    docker = pasted("# Dockerfile")
+    instructions = re.findall(r"^([A-Z]+) (.*)$", docker, re.MULTILINE)
+    assert [name for name, _ in instructions] == ["FROM", "WORKDIR", "COPY", "RUN", "CMD"]
+    _, _, (_, copied), _, (_, command) = instructions
+    for pattern in copied.split()[:-1]:
+        assert list(HERE.glob(pattern)), pattern
+    checked_flags(json.loads(command))
+    return f"{n} command lines of train.py, a Dockerfile", 0.0
 
 
 if __name__ == "__main__":
