@@ -132,6 +132,12 @@ def wait_for(works):
             raise RuntimeError(f"nothing came from or went to rank {peer}: {error}") from error
 
 
+def without_peer(passes):
+    """What to do where an exchange has failed."""
+    return (f"A rank has died, hangs, or makes fewer {passes} (uneven inputs are not supported); "
+            f"if it was only slow, give init_process_group() a longer timeout.")
+
+
 def chunks_and_peers(flat, process_group):
     """flat cut into W chunks, the r-th one rank r's; this rank; the others, its neighbour first."""
     rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -477,8 +483,9 @@ class Reducer(torch.nn.Module):
         self._reset()
         self._used.clear()
         if unused and not self.find_unused_parameters:
+            more = f" and {len(unused) - 8} more" if len(unused) > 8 else ""
             raise RuntimeError(f"{self._get_name()}: no gradient in this backward for "
-                               f"{', '.join(unused)}. Freeze them, or pass "
+                               f"{', '.join(unused[:8])}{more}. Freeze them, or pass "
                                f"find_unused_parameters=True if this is meant")
 
     @contextlib.contextmanager
@@ -502,9 +509,8 @@ class Reducer(torch.nn.Module):
             raise RuntimeError(
                 f"{self._get_name()}, rank {dist.get_rank(self.process_group)}: bucket "
                 f"{bucket.index() + 1} of {len(self._buckets)}, from "
-                f"{self._names[bucket.parameters()[0]]} on, was not averaged. If it timed out or "
-                f"lost its peer: a rank has died or makes fewer backwards (uneven inputs are not "
-                f"supported). {error}") from error
+                f"{self._names[bucket.parameters()[0]]} on, was not averaged. "
+                f"{without_peer('backwards')} {error}") from error
         self._reduced(bucket, result)
 
     def _agree_on_use(self):

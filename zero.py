@@ -43,7 +43,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp import (Reducer, add_in_rank_order, all_gather, all_reduce, clip_gradients_, node_groups,
-                 start_reduce_scatter, wait_for)
+                 start_reduce_scatter, wait_for, without_peer)
 
 BUCKET_BYTES = 25 * 2**20  # a bucket is full at this size: torch DDP's number
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
@@ -245,7 +245,7 @@ class Unit:
         if self.is_stale():  # the masters were written to: a graph of the old weights must not run
             increment_version(self.parameters())
             self.version = sum(bucket.master._version for bucket in self.buckets)
-        with record_function(f"start: gather {self.name}"):
+        with record_function(f"start: gather {self.name}"), self._told():
             for bucket in self.buckets:
                 self.works += bucket.gather(process_group, self.tag)
 
@@ -255,11 +255,17 @@ class Unit:
 
     def wait(self):
         works, self.works = self.works, []
-        try:
+        with self._told():
             wait_for(works)
+
+    @contextlib.contextmanager
+    def _told(self):
+        """Adds to an error what it means."""
+        try:
+            yield
         except RuntimeError as error:
-            raise RuntimeError(f"the parameters of {self.name} were not gathered. If it timed out: "
-                               f"a rank has died or makes fewer forwards. {error}") from error
+            raise RuntimeError(f"rank {dist.get_rank()}: the parameters of {self.name} were not "
+                               f"gathered. {without_peer('forwards')} {error}") from error
 
     def swap_in(self, whole):
         if self.swapped_in != whole:
@@ -1147,8 +1153,7 @@ class Zero3(Zero2):
                     work.wait()
             except RuntimeError as error:
                 raise RuntimeError(f"{self._get_name()}: not all ranks have begun this backward. "
-                                   f"If it timed out: a rank has died or makes fewer. {error}"
-                                   ) from error
+                                   f"{without_peer('backwards')} {error}") from error
             self._unlike = {p for p, n in zip(self._names, either.sum(dim=0).tolist()) if n > 1}
         return self._unlike.isdisjoint(bucket.trained)
 
