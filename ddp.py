@@ -229,7 +229,8 @@ def node_groups(process_group, node_size):
             return group
         backend = dist.get_backend(group)
         device = torch.device("cuda" if "nccl" in backend else "cpu")
-        timeout = group._get_backend(device).options._timeout  # else it would be torch's 30 minutes
+        # The group's own, or it would be torch's 30 minutes; the fake group has none.
+        timeout = getattr(group._get_backend(device).options, "_timeout", None)
         return dist.new_group(chosen, timeout, backend, use_local_synchronization=True)
 
     first, place = rank - rank % node_size, rank % node_size

@@ -2747,7 +2747,7 @@ def zero_names_a_missing_rank(stage, missing):
         time.sleep(2.5)
     elif missing == "forward":
         with warnings.catch_warnings(action="ignore"):  # torch's, of a hook that raises again
-            raises(RuntimeError, "the parameters of .* were not gathered.*fewer forwards.*longer", out_of,
+            raises(RuntimeError, "not gathered.*fewer forwards.*longer", out_of,
                    call)
     else:
         raises(RuntimeError, "bucket 1 of .*was not averaged|not all ranks have begun this backw",
@@ -3219,7 +3219,7 @@ def auto_micro_batch_fits():
     with tempfile.TemporaryDirectory() as folder:
         options = dict(mode="zero2", block_size=512, n_embd=64, max_steps=2, global_batch_size=32,
                        dataset=HERE / "verify.py")
-        argv, limit = tiny(f"{folder}/a", **options, micro_batch_size="auto"), 0.40
+        argv, limit = tiny(f"{folder}/a", **options, micro_batch_size="auto"), 0.43
         with Launch(2, [*argv, "--memory_limit_gb", limit]) as launch:
             result = launch.result()
             chosen = re.search(r"^micro batch size (\d+): (.*) GB of", launch.stdout(), re.M)
@@ -4324,7 +4324,8 @@ def readme_example_runs():
 
     with tempfile.TemporaryDirectory() as parent:
         ours, theirs = on_both_cores(losses, ("zero3", "ddp"), (example, as_ddp))
-    assert ours == theirs and len(ours) == 2 and all(float(loss) < 0.5 for _, loss in ours), ours
+    assert ours == theirs and len(ours) == 2, (ours, theirs)
+    assert all(float(loss) < 0.5 for _, loss in ours), ours
     return f"losses of two ranks: {ours[0][1]} and {ours[1][1]}", 0.0
 
 

@@ -344,7 +344,9 @@ class Zero(Reducer):
         chosen = self._choose(find_units(module).values() if units is None else units)
         self._check_ranks_agree(f"param_dtype={param_dtype}", f"reduce_dtype={reduce_dtype}",
                                 f"shard_size={shard_size}", f"units={list(chosen.values())}")
-        self.shard_group, self._replicas = node_groups(self.process_group, self.shard_size)
+        self.shard_group, self._replicas = self.process_group, None
+        if self.shard_size != self.world_size:
+            self.shard_group, self._replicas = node_groups(self.process_group, self.shard_size)
         self._lane = concurrent.futures.ThreadPoolExecutor(1, "replicas")
         self._device = self._find_device()
         self._offloads = self._is_offloaded(offload)
@@ -669,7 +671,7 @@ class Zero(Reducer):
         bucket.room = self._spare.take((self.shard_size - 1) * bucket.size, bucket.reduce_dtype,
                                        bucket.device)
         bucket.wait = start_reduce_scatter(bucket.flat, self.shard_group, self._tag, bucket.room)
-        if self.shard_size < self.world_size:
+        if self._replicas:
             bucket.wait = self._start_over_replicas(bucket, bucket.wait)
 
     def _start_over_replicas(self, bucket, wait_inside):
