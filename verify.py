@@ -477,13 +477,6 @@ def on_both_cores(function, *columns):
         return list(pool.map(function, *columns))
 
 
-def torchrun_agent(argv, *flags):
-    """A running `torchrun *flags train.py argv`."""
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(HERE / "train.py"),
-               *map(str, argv)]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
 # -------------------------------------------------------------------------------------------------
 # the frame, checked by itself
 
@@ -4243,44 +4236,6 @@ def signal_in_step_2(victim, number):
     train.forward_backward = acting
 
 
-def children(pid):
-    """Process ids of the ranks that a torchrun has started."""
-    command = ["pgrep", "-P", str(pid), "-f", "train.py"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    return [int(child) for child in found.stdout.split()]
-
-
-@check([dict(W=1)], limit_s=120)
-def two_nodes_survive_kill_9():
-    """Two torchrun agents that meet at a c10d rendezvous are one run; after kill -9 of a rank both
-    start again, by --max-restarts, resume without being told, and end on the undisturbed bits."""
-    with tempfile.TemporaryDirectory() as folder:
-        argv = tiny(f"{folder}/out", mode="zero3", max_steps=60, save_interval=4)
-        expected = finish(2, [*argv, "--out_dir", f"{folder}/whole"])["param_sha256"]
-        with contextlib.closing(socket.create_server(("localhost", 0))) as free:
-            port = free.getsockname()[1]
-        agents = [torchrun_agent(argv, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=3",
-                                 "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}")
-                  for _ in range(2)]
-        try:
-            metrics = pathlib.Path(folder, "out", "metrics.jsonl")
-            while not metrics.exists() or metrics.read_text().count("\n") < 10:
-                assert all(agent.poll() is None for agent in agents), agents[0].stderr.read()
-                time.sleep(0.02)
-            os.kill(children(agents[1].pid)[0], signal.SIGKILL)
-            outputs = [agent.communicate(timeout=60) for agent in agents]
-        finally:
-            for agent in agents:
-                agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], outputs
-    stdout = "".join(stdout for stdout, _ in outputs)
-    resumed = re.findall(r"^resumed from .*, after step (\d+)$", stdout, re.MULTILINE)
-    assert len(resumed) == 1 and 8 <= int(resumed[0]) < 60, stdout
-    results = re.findall(r"^RESULT (.*)$", stdout, re.MULTILINE)
-    assert len(results) == 1 and json.loads(results[0])["param_sha256"] == expected, results
-    return f"zero3, a rank on each, from step {resumed[0]} on", 0.0
-
-
 # -------------------------------------------------------------------------------------------------
 # README.md: what it has to paste
 
@@ -4336,32 +4291,55 @@ def checked_flags(command):
     return config
 
 
+def slurm_of_two_nodes(folder, flags):
+    """Lay out in folder the README's sbatch script, stand-ins for scontrol and srun, and a train.py
+    that adds flags and leaves its process id in a file `rank0` and so on."""
+    (folder / "bin").mkdir()
+    for name, text in (
+            ("scontrol", "[ \"$*\" = 'show hostnames node[1-2]' ] && echo localhost && echo b"),
+            ("srun", '"$@" & "$@"; first=$?; wait $! && exit $first')):  # on two nodes
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "train.py").write_text(f"""import os, pathlib, sys
+pathlib.Path("rank" + os.environ["RANK"]).write_text(str(os.getpid()))
+sys.path.insert(0, {str(HERE)!r})
+sys.argv[1:] += {[str(word) for word in flags]!r}
+import train
+sys.exit(train.main())
+""")
+    (folder / "job.sh").write_text(pasted("#!/bin/bash\n#SBATCH"))
+
+
 @check([dict(W=1)], limit_s=120)
-def readme_slurm_job_runs():
-    """The README's sbatch script, under a stand-in for Slurm with two nodes, trains on both."""
-    script = pasted("#!/bin/bash\n#SBATCH")
+def readme_slurm_job_survives_kill_9():
+    """The README's sbatch script, under a stand-in for Slurm with two nodes, is one run; after kill
+    -9 of a rank both nodes start again, resume, and end on the undisturbed bits."""
     with tempfile.TemporaryDirectory() as parent:
         folder = pathlib.Path(parent)
-        (folder / "bin").mkdir()
-        for name, text in (
-                ("scontrol", "[ \"$*\" = 'show hostnames node[1-2]' ] && echo localhost && echo b"),
-                ("srun", '"$@" & "$@"; first=$?; wait $! && exit $first')):  # on two nodes
-            (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-            (folder / "bin" / name).chmod(0o755)
-        flags = [str(word) for word in tiny(folder / "out")]
-        (folder / "train.py").write_text(f"import sys\nsys.path.insert(0, {str(HERE)!r})\n"
-                                         f"sys.argv[1:] += {flags!r}\nimport train\n"
-                                         f"sys.exit(train.main())\n")
-        (folder / "job.sh").write_text(script)
+        flags = tiny("out", max_steps=60, save_interval=4)
+        slurm_of_two_nodes(folder, flags)
+        plain = [*flags, "--out_dir", folder / "whole", "--mode", "zero3", "--shard_size", 1]
+        expected = finish(2, plain)["param_sha256"]
         with contextlib.closing(socket.create_server(("localhost", 0))) as free:
-            job_id = free.getsockname()[1] - 20000  # the script's port is 20000 and this
-        stdout = run_pasted(["bash", "job.sh"], folder, SLURM_JOB_NODELIST="node[1-2]",
-                            SLURM_NNODES="2", SLURM_GPUS_ON_NODE="1", SLURM_JOB_ID=str(job_id))
-    [result] = re.findall(r"^RESULT (.*)$", stdout, re.MULTILINE)
-    assert json.loads(result)["world_size"] == 2 and json.loads(result)["mode"] == "zero3"
-    directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", script, re.MULTILINE))
+            job_id = (free.getsockname()[1] - 20000) % 40000  # the script adds 20000
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            job = pool.submit(run_pasted, ["bash", "job.sh"], folder, SLURM_NNODES="2",
+                              SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="1",
+                              SLURM_JOB_ID=str(job_id))
+            metrics = folder / "out" / "metrics.jsonl"
+            while not metrics.exists() or metrics.read_text().count("\n") < 10:
+                assert not job.done(), job.result()
+                time.sleep(0.02)
+            os.kill(int((folder / "rank1").read_text()), signal.SIGKILL)
+            stdout = job.result()
+    resumed = re.findall(r"^resumed from .*, after step (\d+)$", stdout, re.MULTILINE)
+    assert len(resumed) == 1 and 8 <= int(resumed[0]) < 60, stdout
+    results = re.findall(r"^RESULT (.*)$", stdout, re.MULTILINE)
+    assert len(results) == 1 and json.loads(results[0])["param_sha256"] == expected, results
+    directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", pasted("#!/bin/bash"),
+                                 re.MULTILINE))
     assert directives["ntasks-per-node"] == "1" and directives["signal"].startswith("TERM@")
-    return "two agents of torchrun, a rank each", 0.0
+    return f"two agents of torchrun, a rank each, from step {resumed[0]} on", 0.0
 
 
 def read_yaml(text):
