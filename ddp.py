@@ -16,7 +16,8 @@ on; a callback at the end of the backward waits for what is still under way.
 How it differs: an element's W contributions are added in rank order, ((g0 + g1) + g2) + ...,
 whatever its place in the buffer, so the bucket size never changes a bit. A ring all-reduce adds in
 an order that depends on the place. `average_gradients` gives the same result by one collective per
-parameter; everything else is checked against it.
+parameter; everything else is checked against it. Two comm hooks, which torch's DDP takes too:
+`hierarchical_hook` sends less between nodes, `top_k_hook` sends less, at the price of exactness.
 
 Cost: 4 Psi bytes of buckets, which are the gradients; 2 (W-1)/W Psi elements sent per step and rank
 (naive: (W-1) Psi); two small numbers per parameter to agree on which ones were used; at W >= 3 on
@@ -733,13 +734,16 @@ class HierarchicalState:
         self.inside, self.across = node_groups(process_group, node_size)
         self.lane = concurrent.futures.ThreadPoolExecutor(1, "hierarchical")
 
+    def __deepcopy__(self, memo):
+        return self  # of a wrapper's copy too: groups belong to the process
+
     def all_reduce(self, flat):
         """Sum flat, 1-D, over all ranks -> the sum, in place where node_size divides its length."""
         n, node_size = len(flat), dist.get_world_size(self.inside)
         if n % node_size:  # native collectives want equal chunks
             flat = torch.nn.functional.pad(flat, (0, -n % node_size))
         reduce_scatter(flat, self.inside)
-        all_reduce(flat.chunk(node_size)[dist.get_rank(self.inside)], self.across)
+        all_reduce(flat.tensor_split(node_size)[dist.get_rank(self.inside)], self.across)
         wait_for(all_gather(flat, self.inside))
         return flat[:n]
 
@@ -793,7 +797,7 @@ def top_k_hook(state, bucket):
     for p, gradient in zip(bucket.parameters(), bucket.gradients()):
         if p in state.residual:
             gradient += state.residual[p]
-    index = flat.abs().topk(max(1, round(state.ratio * len(flat))), sorted=False).indices.int()
+    index = flat.abs().topk(math.ceil(state.ratio * len(flat)), sorted=False).indices.int()
     chosen = torch.cat([t.view(torch.uint8) for t in (index, flat[index] * (1 / W))])
     received = chosen.new_empty(W * len(chosen))
     work = native("all_gather_single", "all_gather_into_tensor")(

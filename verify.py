@@ -1613,8 +1613,8 @@ def ddp_top_k():
     """Top-k sends `ratio` of each bucket; what was applied and what is left add up to all
     gradients; at ratio 1 it is DDP to the bit; it runs in torch's DDP; an inf leaves no trace."""
     W, ratio = dist.get_world_size(), 0.1
-    for name, accumulation in itertools.product(("gpt", "tied", "mixed_dtypes"), (1, 2)):
-        everything = with_hook(name, TopKState(1.0), top_k_hook, bucket_cap_mb=0.005)
+    for name, accumulation in itertools.product(("gpt", "uneven", "mixed_dtypes"), (1, 2)):
+        everything = with_hook(name, TopKState(1.0), top_k_hook, bucket_cap_mb=1e-6)
         same_steps(zoo_steps(*everything, accumulation), zoo_steps(*wrapped(name), accumulation))
     state, still = TopKState(ratio), functools.partial(sgd, lr=0.0)  # weights that stay
     module, call = with_hook("gpt", state, top_k_hook, bucket_cap_mb=0.005)
@@ -1625,9 +1625,10 @@ def ddp_top_k():
         dist.all_reduce(left)
         total = sum(step[f"{name}.grad"] for step in applied) + left / W
         assert torch.allclose(total, sum(step[f"{name}.grad"] for step in every), atol=1e-5), name
-    assert len(call._buckets) > 2
+    assert len(call._buckets) > 2 and state.iter == 5
+    assert copy.deepcopy(call).comm_state.residual.keys() == set(copy.deepcopy(call)._names)
     for bucket in call._buckets:
-        n_sent = round(ratio * len(bucket.flat))
+        n_sent = math.ceil(ratio * len(bucket.flat))
         assert 0 < bucket.flat.count_nonzero() <= W * n_sent, (len(bucket.flat), n_sent)
     theirs, ours = zoo_module("gpt"), with_hook("gpt", TopKState(ratio), top_k_hook)
     reference = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
@@ -1663,6 +1664,7 @@ def ddp_hierarchical():
     reference.register_comm_hook(HierarchicalState(W), hierarchical_hook)
     same_steps(zoo_steps(theirs, reference), zoo_steps(*wrapped("gpt")))
     raises(ValueError, f"groups of 5 ranks: {W} ranks", HierarchicalState, 5)
+    copy.deepcopy(call[1])
     state = HierarchicalState(1)
     for group in (state.inside, state.across):
         timeout = group._get_backend(torch.device("cpu")).options._timeout
@@ -2804,7 +2806,6 @@ def zero_offload(stage):
         warnings.simplefilter("always")
         call = sharded(stage, "gpt", offload=True)
     assert ["offload changes nothing" in str(w.message) for w in caught] == [True], caught
-    assert caught[0].filename == __file__, caught[0].filename
     for name, dtype in (("gpt", None), ("tied_units", None), ("blocks", torch.bfloat16)):
         with (mock.patch.object(stage, "_is_offloaded", lambda *_: True),
               mock.patch.object(torch.Tensor, "pin_memory", torch.Tensor.clone),

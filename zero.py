@@ -22,6 +22,8 @@ How it differs: in Zero3 whole parameters live in two slots that units take turn
 cache. A weight that autograd has saved fetches its unit again when the backward asks for it, in
 whatever way the model calls its units. Contributions to a gradient are added in rank
 order, micro-step by micro-step: the bits of one process that accumulates the same micro batches.
+With shard_size=k, W in the table is k: each k ranks have all shards, and gradients are reduced
+among them, then across.
 
 Cost beside the table: three buckets during the backward (Zero1: one); in Zero3 the root and two
 units, whole, during forward and backward; in Zero2 and Zero3 whole gradients under no_sync(), in
@@ -312,8 +314,8 @@ class Zero(Reducer):
     reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
     shard_size: hybrid sharding, as in torch's HSDP: shards are over groups of so many ranks, such
     as those of a node, and each group has all of them; None: one group. Gradients are reduced
-    inside a group, then over the groups; parameters are gathered inside. Other bits than one
-    group's, but for shard_size 1, and equal to those of DDP with `hierarchical_hook`.
+    inside a group, then over the groups; parameters are gathered inside. The bits are those of DDP
+    with `hierarchical_hook`; with shard_size 1 or W, or 2 ranks, those of the sum in rank order.
     offload: shards, their gradients, and so the optimizer's state and its step, are on the CPU, in
     pinned memory; forward and backward stay on the CUDA device.
     init_fn: called as init_fn(submodule) to fill what is on the meta device; without it the
@@ -371,7 +373,7 @@ class Zero(Reducer):
     def _is_offloaded(self, offload):
         if offload and self._device.type == "cpu":
             warnings.warn(f"{self._get_name()}: offload changes nothing, as the module is on the "
-                          f"CPU", stacklevel=4)
+                          f"CPU")
         return offload and self._device.type != "cpu"
 
     def _choose(self, units):
