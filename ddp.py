@@ -810,8 +810,10 @@ def top_k_hook(state, bucket):
     def add_up(_):
         total = torch.zeros_like(flat, dtype=torch.float32 if flat.dtype.itemsize == 2 else None)
         for contribution in received.chunk(W):  # in rank order; no index twice in one of them
-            where, values = contribution.split((4 * len(index), flat.dtype.itemsize * len(index)))
-            total.index_add_(0, where.view(torch.int32), values.view(flat.dtype).to(total.dtype))
+            # Cloned, since a view as another dtype has to begin at a multiple of its size.
+            where = contribution[:4 * len(index)].clone().view(torch.int32)
+            values = contribution[4 * len(index):].clone().view(flat.dtype)
+            total.index_add_(0, where, values.to(total.dtype))
         return flat.copy_(total)
 
     return work.get_future().then(add_up)
