@@ -3878,14 +3878,14 @@ def llama_opens_in_transformers():
     """What --export_hf writes transformers opens as LlamaForCausalLM, with the same logits; what
     that saves --init_from opens."""
     try:
-        from transformers import LlamaForCausalLM
+        transformers = importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise Skip("transformers is not installed; see llama_folder_round_trip") from None
     gpt, idx = small_model(vocab_size=257), torch.arange(14).view(2, 7)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         train.write_llama(dict(gpt.named_parameters()), pathlib.Path(folder), gpt.config,
                           train.load_tokenizer("bytes"))
-        theirs = LlamaForCausalLM.from_pretrained(folder)
+        theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
         difference = (theirs(idx).logits - gpt(idx)[0]).abs().max().item()
         assert difference < 1e-5, difference
         theirs.save_pretrained(f"{folder}/saved")
