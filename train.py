@@ -27,6 +27,7 @@ Cost: one small all-reduce a step for losses and flags, one norm over the parame
 
 import argparse
 import atexit
+import collections
 import contextlib
 import datetime
 import functools
@@ -501,7 +502,7 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif sys.platform == "linux":
+        with contextlib.suppress(OSError):  # not Linux, or not allowed
             pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
 
 
@@ -645,6 +646,9 @@ def comm_hook(config, worker):
     if config.comm_hook == "topk":
         return TopKState(config.topk_ratio, worker.group, config.warmup_steps), top_k_hook
     node_size = config.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if worker.world_size % node_size:
+        raise UserError(f"--comm_hook hierarchical: this node has {node_size} of "
+                        f"{worker.world_size} ranks, so others have fewer: give --node_size")
     return HierarchicalState(node_size, worker.group), hierarchical_hook
 
 
@@ -858,7 +862,8 @@ def largest_micro_batch(config, worker):
     if worker.rank == 0:
         print(f"micro batch size {fit[-1]}: {found} GB of {1e-9 * limit:.2f}", flush=True)
     del plain, model, optimizer
-    torch.compiler.reset()
+    if config.compile:
+        torch.compiler.reset()
     worker.reset_peak()
     return fit[-1]
 
@@ -1513,23 +1518,25 @@ def spread(own, worker):
     """{name: [least, mean, most] of all ranks' numbers}, and the slowest rank. A collective.
 
     In data parallelism all ranks take as long as the slowest: it is the one that computes longest,
-    that is, waits least.
+    that is, waits least. A number that is None on some rank is left out.
     """
-    names = [name for name, value in own.items() if value is not None]
-    numbers = torch.zeros(worker.world_size, len(names), dtype=torch.float64, device=worker.device)
-    numbers[worker.rank] = torch.tensor([own[name] for name in names], dtype=torch.float64)
-    of = dict(zip(names, worker.reduce(numbers).T))
+    numbers = torch.zeros(worker.world_size, len(own), dtype=torch.float64, device=worker.device)
+    numbers[worker.rank] = torch.tensor([math.nan if value is None else value
+                                         for value in own.values()], dtype=torch.float64)
+    of = {name: column for name, column in zip(own, worker.reduce(numbers).T)
+          if not column.isnan().any()}
     busy = of["step_ms"] - of.get("comm_exposed_ms", 0)
     return dict({name: [f(t).item() for f in (torch.min, torch.mean, torch.max)]
                  for name, t in of.items()}, slowest=busy.argmax().item())
 
 
 def gpu_utilization(worker):
-    """{"gpu_utilization": percent of the last sampling period}, or {} without pynvml or a GPU."""
-    if worker.device.type == "cuda":
-        with contextlib.suppress(ModuleNotFoundError, RuntimeError):
-            return dict(gpu_utilization=torch.cuda.utilization(worker.device))
-    return {}
+    """{"gpu_utilization": percent of the last period, None without pynvml}; on a CPU {}."""
+    if worker.device.type == "cpu":
+        return {}
+    with contextlib.suppress(Exception):  # no pynvml, no permission, a part of a GPU: its own kinds
+        return dict(gpu_utilization=torch.cuda.utilization(worker.device))
+    return dict(gpu_utilization=None)
 
 
 def start_trackers(config, step):
@@ -1577,7 +1584,7 @@ class Log:
         self.peak_flops = None if config.dtype == "fp32" else peak_flops(self.device_name)
         self.step_s, self.exposed_ms, self.last, self.held, self.metrics = [], [], {}, {}, None
         self.trackers = []  # functions of a step's entry
-        self.of_ranks = []  # what `spread` has found since it was printed last
+        self.of_ranks = collections.deque(maxlen=1000)  # of `spread`, since it was printed last
 
     def say(self, text):
         if self.worker.rank == 0:
@@ -1623,8 +1630,12 @@ class Log:
         self.say(self.line())
         if "val_loss" in entry and self.worker.world_size > 1:
             self.say(self.line_of_ranks())
-        for track in self.trackers:
-            track(finite(self.last))
+        for track in list(self.trackers):
+            try:
+                track(finite(self.last))
+            except Exception as error:  # as with metrics.jsonl: no reason to lose the run
+                self.trackers.remove(track)
+                self.warn(f"step {entry['step']}: a tracker failed, and gets no more: {error}")
         if self.metrics:
             try:
                 self.metrics.write(json.dumps(finite(self.last)) + "\n")
@@ -1649,8 +1660,8 @@ class Log:
 
     def line_of_ranks(self):
         """Means over the steps since the last such line."""
-        steps, self.of_ranks = self.of_ranks, []
-        parts = []
+        steps, parts = list(self.of_ranks), []
+        self.of_ranks.clear()
         for what, name, scale, unit in (("step", "step_ms", 1, "ms"),
                                         ("waited", "comm_exposed_ms", 1, "ms"),
                                         ("memory", "mem_bytes", 1e-6, "MB"),
@@ -1867,6 +1878,8 @@ def check_agreement(config, worker, facts):
 def check_out_dir(config, worker, n_params):
     """Raise UserError on all ranks where out_dir cannot take a checkpoint."""
     probe, needed = pathlib.Path(config.out_dir) / ".probe", 12 * n_params  # with Adam's state
+    if config.comm_hook == "topk":
+        needed += 4 * n_params * worker.world_size  # what each rank has not sent
     token = worker.gather(os.urandom(8))[0]
 
     def write():

@@ -3263,12 +3263,15 @@ def log_names_the_slowest_rank():
 class Recorder(types.ModuleType):
     """Stands for a tracker's package: notes in a file what it is called with."""
 
-    def __init__(self, name, path):
+    def __init__(self, name, path, fails_after):
         super().__init__(name)
         self.__spec__, self.__path__ = importlib.machinery.ModuleSpec(name, None), []
-        self.path = path
+        self.path, self.left = path, fails_after
 
     def note(self, *arguments, **options):
+        self.left -= 1
+        if self.left < 0:
+            raise ConnectionError("planted")
         with open(self.path, "a") as file:
             file.write(json.dumps([arguments, options], default=str) + "\n")
         return self
@@ -3279,9 +3282,9 @@ class Recorder(types.ModuleType):
         pass
 
 
-def plant_trackers(path):
+def plant_trackers(path, fails_after=math.inf):
     for name in ("wandb", "tensorboard", "torch.utils.tensorboard"):
-        sys.modules[name] = Recorder(name, path)
+        sys.modules[name] = Recorder(name, path, fails_after)
 
 
 def plant_no_trackers():
@@ -3291,7 +3294,7 @@ def plant_no_trackers():
 @check([dict(W=1)])
 def trackers_get_every_step():
     """--wandb and --tensorboard get the numbers of every step, from rank 0 alone; without the
-    package, or where it does not start, one line says what to do."""
+    package, or where it does not start, one line says what to do; a later failure ends no run."""
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder, "log")
         argv = [*tiny(f"{folder}/out", mode="ddp"), "--wandb", "--tensorboard"]
@@ -3305,6 +3308,10 @@ def trackers_get_every_step():
             assert numbers["loss"] == entry["loss"]
             assert numbers["ranks/step_ms_max"] == entry["ranks"]["step_ms"][2]
             assert ["loss", entry["loss"], step] in scalars and "mfu" not in numbers
+        dies = functools.partial(plant_trackers, str(log), fails_after=2)
+        with Launch(1, [*tiny(f"{folder}/dies"), "--wandb"], plant=dies) as launch:
+            assert launch.result()["steps"] == 4
+            assert "step 2: a tracker failed, and gets no more: planted" in launch.stderr()
         for name in ("wandb", "tensorboard"):
             refused([*tiny(folder), f"--{name}"], f"pip install {name}", plant=plant_no_trackers)
         broken = functools.partial(plant_trackers, f"{folder}/no/folder")
@@ -3399,6 +3406,27 @@ def bench_fits_its_model():
     slow, fast = dict(all_ms=[6.0, 20.0, 7.0] * 3), dict(all_ms=[2.0, 1.0, 9.0] * 3)
     assert report["ratio"](slow, fast).startswith("3.50 ("), report["ratio"](slow, fast)
     return "W = 2 and 4, three sizes", 0.0
+
+
+@check([dict(W=1)])
+def bench_compares_flags():
+    """The tables of tune and options have a row for each line of flags: medians over its runs, the
+    most memory of any."""
+    report, printed = python_of_bench("REPORT"), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "out", "bench", "options.jsonl")
+        path.parent.mkdir(parents=True)
+        path.write_text("".join(json.dumps(dict(label=label, tokens_per_sec=rate,
+                                                peak_mem_bytes=n_bytes)) + "\n"
+                                for label, rate, n_bytes in (
+            ("--mode ddp", 10.0, 5e6), ("--mode ddp --compile", 7.0, 8e6), ("--mode ddp", 30.0, 9e6),
+            ("--mode ddp", 11.0, 6e6))))
+        with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+            report["by_flags"]("options")
+    rows = [line.split(" | ") for line in printed.getvalue().splitlines()[2:4]]
+    assert rows == [["| `--mode ddp`", "11", "10, 30, 11", "9 |"],
+                    ["| `--mode ddp --compile`", "7", "7", "8 |"]], rows
+    return "four runs of two lines of flags", 0.0
 
 
 @check([dict(W=1)], limit_s=120)
