@@ -27,6 +27,7 @@ gloo a scratch buffer of up to PIECE_BYTES and a thread.
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import itertools
 import math
 import secrets
@@ -782,6 +783,11 @@ class TopKState:
         self.ratio, self.process_group, self.start_iter = ratio, process_group, start_iter
         self.iter, self.residual = 0, {}
 
+    def __deepcopy__(self, memo):
+        copied = copy.copy(self)  # a group belongs to the process, a residual to the parameters
+        copied.residual = copy.deepcopy(self.residual, memo)
+        return copied
+
 
 def top_k_hook(state, bucket):
     """Send only the largest elements of a bucket, `ratio` of them, as (index, value); what is left
@@ -791,10 +797,14 @@ def top_k_hook(state, bucket):
     The residual costs 4 Psi bytes. With ratio 1 the bits are those of the exchange without a hook.
     """
     W, flat = dist.get_world_size(state.process_group), bucket.buffer()
+    sends_all = state.iter < state.start_iter
     state.iter += bucket.is_last()
-    if state.iter - bucket.is_last() < state.start_iter:
+    if sends_all:
         return allreduce_hook(state.process_group, bucket)
-    for p, gradient in zip(bucket.parameters(), bucket.gradients()):
+    # What is left of an unused parameter waits: if no rank uses it now, nobody applies what comes.
+    used = [(p, gradient) for p, gradient in zip(bucket.parameters(), bucket.gradients())
+            if p.grad is not None]
+    for p, gradient in used:
         if p in state.residual:
             gradient += state.residual[p]
     index = flat.abs().topk(math.ceil(state.ratio * len(flat)), sorted=False).indices.int()
@@ -803,8 +813,8 @@ def top_k_hook(state, bucket):
     work = native("all_gather_single", "all_gather_into_tensor")(
         received, chosen, group=state.process_group, async_op=True)
     flat[index] = 0
-    flat.nan_to_num_(0.0, 0.0, 0.0)  # an inf or nan goes out at once, and makes all skip the step
-    for p, gradient in zip(bucket.parameters(), bucket.gradients()):
+    flat.nan_to_num_(0.0, 0.0, 0.0)  # an inf or nan has gone out, and must not stay for ever
+    for p, gradient in used:
         state.residual.setdefault(p, torch.empty_like(gradient)).copy_(gradient)
 
     def add_up(_):

@@ -325,21 +325,26 @@ def from_llama_config(llama):
 
     Raises ValueError on what this model cannot be, KeyError on a size that is missing.
     """
-    n_head = llama["num_attention_heads"]
     rope = llama.get("rope_parameters") or llama.get("rope_scaling") or {}
+    found = dict(
+        vocab_size=llama["vocab_size"], n_embd=llama["hidden_size"],
+        n_hidden=llama["intermediate_size"], n_layer=llama["num_hidden_layers"],
+        n_head=llama["num_attention_heads"], norm_eps=llama["rms_norm_eps"],
+        n_kv_head=llama.get("num_key_value_heads", llama["num_attention_heads"]),
+        block_size=llama["max_position_embeddings"], tied=llama.get("tie_word_embeddings", False),
+        rope_theta=rope.get("rope_theta", llama.get("rope_theta", 10000.0)))
+    for name, value in found.items():
+        kinds = (int, float) if name in ("norm_eps", "rope_theta") else (int,)
+        if name != "tied" and (type(value) not in kinds or value <= 0):
+            raise ValueError(f"{value!r} is no {name}")
     expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False,
-                "mlp_bias": False, "head_dim": llama["hidden_size"] // n_head,
-                "rope_type": "default"}
-    found = dict(llama, rope_type=rope.get("rope_type", rope.get("type")))
+                "mlp_bias": False, "head_dim": found["n_embd"] // found["n_head"],
+                "rope_type": "default", "partial_rotary_factor": 1}
+    told = {**llama, **rope, "rope_type": rope.get("rope_type", rope.get("type"))}
     for name, value in expected.items():
-        if found.get(name) not in (None, value):
-            raise ValueError(f"{name} is {found[name]}, but only {value} is supported")
-    return dict(vocab_size=llama["vocab_size"], n_embd=llama["hidden_size"],
-                n_hidden=llama["intermediate_size"], n_layer=llama["num_hidden_layers"],
-                n_head=n_head, n_kv_head=llama.get("num_key_value_heads", n_head),
-                block_size=llama["max_position_embeddings"], norm_eps=llama["rms_norm_eps"],
-                rope_theta=rope.get("rope_theta", llama.get("rope_theta", 10000.0)),
-                tied=llama.get("tie_word_embeddings", False))
+        if told.get(name) not in (None, value):
+            raise ValueError(f"{name} is {told[name]}, but only {value} is supported")
+    return found
 
 
 # -------------------------------------------------------------------------------------------------

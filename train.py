@@ -155,7 +155,7 @@ MAY_BE_ZERO = {"seed", "lr", "min_lr", "warmup_steps", "weight_decay", "beta1", 
                "profile"}
 AT_LEAST = {"bucket_cap_mb": 1e-6, "memory_limit_gb": 1e-6, "topk_ratio": 1e-9}  # others: 1
 BELOW = {"beta1": 1, "beta2": 1, "seed": 2**63, "threads": 1025, "timeout_s": 1e6,
-         "lr": 1e31, "weight_decay": 1e31, "topk_ratio": 1}  # every other: inf
+         "lr": 1e31, "weight_decay": 1e31}  # every other: inf
 SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
 HOOKS = ("bf16", "powersgd", "topk", "hierarchical")
 # A flag, the one that it belongs to, and the values with which that makes use of it.
@@ -181,7 +181,10 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def int_or_auto(text):
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto") from None
 
 
 def parse_args(argv):
@@ -200,6 +203,8 @@ def parse_args(argv):
     config = Config(**vars(parser.parse_args(argv)))
     config.mode = config.mode or ("ddp" if "RANK" in os.environ else "single")
     config.min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
+    if config.comm_hook == "hierarchical" and config.node_size is None:
+        config.node_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return config
 
 
@@ -229,6 +234,8 @@ def check(config):
     if config.profile and config.max_steps < config.profile + 2:
         raise UserError(f"--profile {config.profile} begins with the third step: --max_steps "
                         f"{config.max_steps} has to be {config.profile + 2} at least")
+    if config.topk_ratio > 1:
+        raise UserError(f"--topk_ratio {config.topk_ratio}: must be at most 1")
     if config.min_lr > config.lr:
         raise UserError(f"--min_lr {config.min_lr} is above --lr {config.lr}")
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -645,11 +652,7 @@ def comm_hook(config, worker):
                 powerSGD_hook.powerSGD_hook)
     if config.comm_hook == "topk":
         return TopKState(config.topk_ratio, worker.group, config.warmup_steps), top_k_hook
-    node_size = config.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if worker.world_size % node_size:
-        raise UserError(f"--comm_hook hierarchical: this node has {node_size} of "
-                        f"{worker.world_size} ranks, so others have fewer: give --node_size")
-    return HierarchicalState(node_size, worker.group), hierarchical_hook
+    return HierarchicalState(config.node_size, worker.group), hierarchical_hook
 
 
 def shard_group(model, config, worker):
@@ -832,16 +835,16 @@ def largest_micro_batch(config, worker):
     """
     worker.doing = "looking for the largest micro batch"
     limit = -worker.largest(-worker.together(memory_limit, config, worker))
-    accumulation_steps(replace(config, micro_batch_size=1), worker.world_size)
-    share = config.global_batch_size // worker.world_size
-    tokenizer = worker.together(load_tokenizer, config.tokenizer)
-    plain = worker.together(build_model, config, tokenizer)
-    T = plain.config.block_size
-    tokens = np.random.default_rng(0).integers(tokenizer.n_vocab, size=config.global_batch_size * T
-                                               + 1)
+    share, rest = divmod(config.global_batch_size, worker.world_size)
+    if rest:
+        raise UserError(f"--global_batch_size {config.global_batch_size} is not a multiple of "
+                        f"{worker.world_size}, the number of ranks")
+    config = replace(config, micro_batch_size=1, warmup_steps=0)  # comm hooks are at work at once
+    _, plain, batches, _, _ = worker.together(prepare, config, worker)
+    worker.reset_peak()  # of tokenizing
     model = wrap(plain, config, worker)
-    optimizer = make_optimizer(model, replace(config, lr=0.0))
-    points = []  # (size, bytes)
+    optimizer, T = make_optimizer(model, config), plain.config.block_size
+    points = []  # (size, bytes), the first one being what is held between steps
     for size in (size for size in range(1, share + 1) if share % size == 0):
         if points:
             (m, bytes_m), (n, bytes_n) = points[-2:]
@@ -849,11 +852,12 @@ def largest_micro_batch(config, worker):
                 break
         batch = size * worker.world_size * min(2, share // size)  # to accumulate takes memory too
         trial = replace(config, micro_batch_size=size, global_batch_size=batch)
-        for _ in range(2):  # the optimizer has its state from the first on
+        for _ in range(3):  # from the first on there is Adam's state, in the third PowerSGD begins
             find_gradients(model, optimizer, make_scaler(config, worker),
-                           Batches(tokens, T, batch, seed=0), 0, trial, worker)
+                           Batches(batches.tokens, T, batch, config.seed), 0, trial, worker)
             optimizer.step()
-        points = points or [(0, worker.largest(worker.mem_bytes()))]
+        if not points:
+            points.append((0, worker.largest(worker.mem_bytes())))
         points.append((size, worker.largest(worker.peak_mem_bytes())))
     fit = [size for size, n_bytes in points[1:] if n_bytes <= limit]
     found = ", ".join(f"{size} takes {1e-9 * n_bytes:.2f}" for size, n_bytes in points[1:])
@@ -1208,9 +1212,9 @@ class Checkpoints:
                 raise UserError(f"{path} is of another model: {name} is "
                                 f"{theirs.get(name, 'missing')}, here {ours.get(name, 'missing')}")
         for name, value in self.facts.items():
-            if record["facts"].get(name) != value:
-                raise UserError(f"{path} is of another run: {name} was "
-                                f"{record['facts'].get(name)}, and is {value}")
+            if record["facts"].get(name, value) != value:
+                raise UserError(f"{path} is of another run: {name} was {record['facts'][name]}, "
+                                f"and is {value}")
         metadata = FileSystemReader(folder).read_metadata()
         slices = list(zip(in_order(metadata), record["crc32"], strict=True))
         for place, expected in slices[self.worker.rank::self.worker.world_size]:
@@ -1336,7 +1340,7 @@ def read_llama_config(config, tokenizer):
         sizes = from_llama_config(json.loads(path.read_bytes()))
     except KeyError as error:
         raise UserError(f"--init_from: {path} has no {error}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"--init_from: {path}: {error}") from error
     if sizes["vocab_size"] < tokenizer.n_vocab:
         raise UserError(f"--init_from {config.init_from} has {sizes['vocab_size']} tokens, but "
@@ -1349,6 +1353,8 @@ def read_safetensors(path):
     in JSON, numbers. Raises ValueError or LookupError on what is not one."""
     raw = np.memmap(path, dtype=np.uint8, mode="c")
     first = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+    if first > len(raw):
+        raise ValueError(f"a header of {first} bytes in a file of {len(raw)}")
     header = json.loads(raw[8:first].tobytes())
     header.pop("__metadata__", None)
     tensors = {}
@@ -1369,7 +1375,8 @@ def read_llama_weights(model, config):
         try:
             found |= (read_safetensors(path) if path.suffix == ".safetensors" else
                       torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-        except (ValueError, LookupError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RuntimeError,
+                pickle.UnpicklingError) as error:
             raise UserError(f"--init_from: {path} is damaged or not of this form: "
                             f"{error}") from error
     if not paths:
@@ -1378,10 +1385,12 @@ def read_llama_weights(model, config):
     for name, parts in llama_names(model.config).items():
         p = parameters[name]
         for part, rows in parts.items():
-            shape = (rows, *p.shape[1:])
-            if part not in found or found[part].shape != shape:
-                there = tuple(found[part].shape) if part in found else "missing"
-                raise UserError(f"--init_from {folder}: {part} is {there}, not {shape}")
+            shape, there = (rows, *p.shape[1:]), found.get(part)
+            if not isinstance(there, torch.Tensor) or not there.is_floating_point():
+                raise UserError(f"--init_from {folder}: {part} is missing, or is no such tensor")
+            if there.shape != shape:
+                raise UserError(f"--init_from {folder}: {part} is {tuple(there.shape)}, and not "
+                                f"{shape}")
         if not p.is_meta:
             p.copy_(torch.cat([found[part] for part in parts]))
 
@@ -1565,7 +1574,7 @@ def start_trackers(config, step):
 
             run = wandb.init(project="nanozero", dir=config.out_dir, config=vars(config))
             trackers.append(lambda entry: run.log(numbers(entry), step=entry["step"]))
-    except Exception as error:  # whatever a package of others may raise: it is not worth a hang
+    except (Exception, SystemExit) as error:  # whatever a package of others does to this rank alone
         raise UserError(f"--{package} could not start: {type(error).__name__}: {error}") from error
     return trackers
 
@@ -1845,6 +1854,7 @@ def prepare(config, worker):
         check_exports(config)
     facts = dict(shapes={name: list(p.shape) for name, p in plain.named_parameters()})
     facts |= {f"--{name}": getattr(plain.config, name) for name in SIZES}
+    facts |= {name: getattr(plain.config, name) for name in ("norm_eps", "rope_theta")}
     facts |= {f"--{name}": getattr(config, name) for name in ("seed", "global_batch_size")}
     facts |= dict(data=fingerprint(batches.tokens), steps_per_epoch=batches.steps_per_epoch)
     return tokenizer, plain, batches, val_batches, facts
@@ -1856,17 +1866,22 @@ def check_exports(config):
         raise UserError(f"--export {config.export} is a folder: give a file")
     targets = [config.export]
     if config.export_hf:
-        os.makedirs(config.export_hf, exist_ok=True)
-        targets.append(os.path.join(config.export_hf, "config.json"))
+        folder = pathlib.Path(config.export_hf)
+        if folder.is_file():
+            raise UserError(f"--export_hf {folder} is a file: give a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (*folder.glob("*.safetensors*"), *folder.glob("pytorch_model[-.]*")):
+            if path.name != "pytorch_model.bin":
+                raise UserError(f"--export_hf {folder} has {path.name}, which would be read in "
+                                f"place of what is written: give another folder")
+        targets.append(folder / "config.json")
     for target in filter(None, targets):
         replace_file(f"{target}.probe", lambda file: None)
         os.remove(f"{target}.probe")
 
 
-def check_agreement(config, worker, facts):
-    """Raise UserError on all ranks, naming the first difference, where they would train unlike."""
-    ours = {f"--{name}": value for name, value in vars(config).items()}
-    ours |= {"data": facts["data"], "torch": torch.__version__, "numpy": np.__version__}
+def check_agreement(worker, ours):
+    """Raise UserError on all ranks, naming the first difference, where they have other facts."""
     views = worker.gather(ours)
     for rank, view in enumerate(views):
         for name, value in views[0].items():
@@ -1911,7 +1926,7 @@ def train(config, worker):
     """The whole run -> exit status. Raises UserError."""
     # 1) plain model and data, the same on every rank
     tokenizer, plain, batches, val_batches, facts = worker.together(prepare, config, worker)
-    check_agreement(config, worker, facts)
+    check_agreement(worker, dict(data=facts["data"], torch=torch.__version__, numpy=np.__version__))
     log = Log(config, worker, plain)
     if config.save_interval:
         check_out_dir(config, worker, log.n_params)
@@ -1975,6 +1990,7 @@ def main():
         config = parse_args(sys.argv[1:])
         check(config)
         worker = start(config)
+        check_agreement(worker, {f"--{name}": value for name, value in vars(config).items()})
         if config.micro_batch_size == "auto":
             config.micro_batch_size = largest_micro_batch(config, worker)
         status = train(config, worker)

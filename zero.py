@@ -498,7 +498,8 @@ class Zero(Reducer):
         if self._keeps_whole:
             bucket.whole.copy_(values)
         in_place = self._keeps_whole and bucket.param_dtype == bucket.dtype and not self._offloads
-        bucket.master = bucket.own(bucket.whole) if in_place else self._at_rest(bucket.own(values))
+        own = bucket.own(values)
+        bucket.master = bucket.own(bucket.whole) if in_place else self._room_like(own).copy_(own)
         for p, start in bucket.starts.items():
             shard = bucket.view(p, bucket.master)
             bucket.shards[p] = torch.nn.Parameter(shard, requires_grad=p.requires_grad)
@@ -510,9 +511,11 @@ class Zero(Reducer):
             bucket.addresses[p] = (shard.data_ptr(), shard.dtype, slot.storage._cdata,
                                    bucket.param_dtype)
 
-    def _at_rest(self, t):
-        """A copy of t where the optimizer works."""
-        return t.to("cpu").pin_memory() if self._offloads else t.clone()
+    def _room_like(self, t):
+        """New memory for something like t, where the optimizer works."""
+        if self._offloads:
+            return torch.empty_like(t, device="cpu").pin_memory()
+        return torch.empty_like(t)
 
     def _index_buckets(self):
         """Bring the buckets into the order in which a backward completes them."""
@@ -699,7 +702,7 @@ class Zero(Reducer):
         if self._offloads:
             total = self._spare.take(bucket.size, bucket.dtype, bucket.device)
         add_in_rank_order(contributions, out=total)
-        if self._offloads:  # it has arrived once the ranks agree on use, for which the CPU waits
+        if self._offloads:  # has arrived when `_agree_on_use`, at the end, has made the CPU wait
             bucket.gradient.copy_(total, non_blocking=True)
             self._spare.give(total)
         self._spare.give(bucket.room)
@@ -910,7 +913,7 @@ class Zero1(Zero):
             bucket.flat = self._new_flat(bucket)
             in_place = bucket.reduce_dtype == bucket.dtype and not self._offloads
             bucket.set_gradient(bucket.own(bucket.flat) if in_place else
-                                self._at_rest(bucket.master))
+                                self._room_like(bucket.master))
         for p in bucket.trained:  # not zeroed: to be added, but its memory is needed
             if bucket.shards[p].grad is bucket.gradients[p]:
                 bucket.shards[p].grad = bucket.gradients[p].clone()
@@ -932,7 +935,7 @@ class Zero2(Zero1):
     def _open(self, bucket):
         bucket.flat = self._new_flat(bucket)
         if bucket.gradient is None:
-            bucket.set_gradient(self._at_rest(bucket.master))
+            bucket.set_gradient(self._room_like(bucket.master))
 
     def _reduced(self, bucket, contributions):
         super()._reduced(bucket, contributions)
