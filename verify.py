@@ -3865,6 +3865,10 @@ def llama_folder_round_trip():
                                     ("single", "zero3", "zero1", "torch-fsdp")):
             assert result["param_sha256"] == expected, result
         refused([*still("none"), "--init_from", folder], "No such file .*config.json")
+        text = (hf / "config.json").read_text()
+        (hf / "config.json").write_text(json.dumps({**llama, "rope_parameters": {"rope_theta": 5}}))
+        refused([*still("single"), "--resume", "auto"], "rope_theta was 10000.0, and is 5")
+        (hf / "config.json").write_text(text)
 
         other = GPT(GPTConfig(block_size=9, vocab_size=300, n_layer=2, n_head=2, n_embd=12,
                               n_hidden=20, norm_eps=1e-6, rope_theta=500.0, tied=False))
