@@ -789,6 +789,22 @@ class TopKState:
         return copied
 
 
+def largest(magnitude, k):
+    """Indices of the k largest elements, nan counting as such.
+
+    On a CPU by way of those above a floor that a sample suggests: 14 ms instead of 103 for 1 % of
+    6.5M, on one core. The result does not depend on the sample.
+    """
+    sample = magnitude[::61]  # a prime, or it may see one column of a matrix
+    n_above = 2 * k * len(sample) // max(1, len(magnitude))
+    if magnitude.is_cpu and 0 < n_above < len(sample) / 4:
+        floor = sample.kthvalue(len(sample) - n_above).values
+        above = (~(magnitude < floor)).nonzero().view(-1)
+        if len(above) >= k:
+            return above[magnitude[above].topk(k, sorted=False).indices]
+    return magnitude.topk(k, sorted=False).indices
+
+
 def top_k_hook(state, bucket):
     """Send only the largest elements of a bucket, `ratio` of them, as (index, value); what is left
     over is added to the next gradient: error feedback, Lin et al., arXiv 1712.01887, section 3.
@@ -807,7 +823,7 @@ def top_k_hook(state, bucket):
     for p, gradient in used:
         if p in state.residual:
             gradient += state.residual[p]
-    index = flat.abs().topk(math.ceil(state.ratio * len(flat)), sorted=False).indices.int()
+    index = largest(flat.abs(), math.ceil(state.ratio * len(flat))).int()
     chosen = torch.cat([t.view(torch.uint8) for t in (index, flat[index] * (1 / W))])
     received = chosen.new_empty(W * len(chosen))
     work = native("all_gather_single", "all_gather_into_tensor")(

@@ -1642,6 +1642,12 @@ def ddp_top_k():
     assert not all(p.grad.isfinite().all() for p in module.parameters()), "the inf is lost"
     assert all(left.isfinite().all() for left in state.residual.values()), "the inf stays"
     raises(ValueError, "ratio 0: must be above 0", TopKState, 0)
+    for k, special in itertools.product((0, 1, 50, 500, 5000, 50_000), (1.0, math.nan)):
+        magnitude = torch.randn(50_000, generator=torch.Generator().manual_seed(k)).abs()
+        magnitude[3] = special
+        found, expected = (t.nan_to_num(math.inf).sort().values for t in (
+            magnitude[ddp.largest(magnitude, k)], magnitude.topk(k).values))
+        assert torch.equal(found, expected), (k, special)
     return "3 modules at ratio 1; 5 steps of 2 micro-steps at ratio 0.1", 0.0
 
 
