@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # How fast, how much memory, how does it scale, and is it better than what ships with torch?
 #
+#     ./bench.sh bits             on which param_sha256 each mode ends, beside torch DDP and FSDP2
 #     ./bench.sh modes            every mode beside its counterpart in torch and DeepSpeed
 #     ./bench.sh scaling          weak and strong; a model of it, and what it says of 4096 ranks
 #     ./bench.sh tune             bucket size and micro batch; ends with the command line to use
 #     ./bench.sh options          each mode with activation checkpointing, compiled, and both
 #     ./bench.sh link 1gbit       two hosts with a slow wire between them (Linux, root, iproute2)
 #     ./bench.sh gpu              gpt2 in bf16 on one CUDA device
+#     ./bench.sh timeline         a step of ddp and one of zero3: computing, exchanges, waiting
 #
 # Options, then any flags of train.py:
 #     --worlds "1 2 4"   ranks            --price 2.0     USD per GPU-hour, for scaling
 #     --rounds 6         visits a mode    --tflops 400    that a GPU reaches, for scaling
-#     --modes "ddp zero3 torch-fsdp"      these rows only, for modes and link
+#     --modes "ddp zero3 torch-fsdp"      these rows only, for bits, modes, link and timeline
 #
 # Replaces a benchmark harness: bash starts ranks and collects their RESULT lines, python turns
 # these into Markdown tables, on stdout and in out/bench. A row that fails says why; others go on.
@@ -22,7 +24,8 @@
 # process group that sends nothing (torch's fake one), so that the difference is what communication
 # costs. A ratio is one of medians; beside it its 90 % interval, by resampling the steps.
 #
-# Cost: on two cores modes take half an hour, scaling and options 15 minutes, tune and link 1gbit 4.
+# Cost: on two cores modes take half an hour, scaling and options 15 minutes, bits, tune and
+# link 1gbit 4, timeline 1.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -258,7 +261,9 @@ PYTHON
 # tables
 
 REPORT=$(cat <<'PYTHON'
-"""modes | scaling PRICE TFLOPS | tune | options | link RATE... | gpu: tables of out/bench/*.jsonl
+"""bits | modes | scaling PRICE TFLOPS | tune | options | link RATE... | gpu: tables of
+out/bench/*.jsonl
+timeline: pictures of out/bench/timeline-*.json
 fastest: the flags of the fastest runs of tune"""
 import collections, datetime, importlib.metadata, json, os, pathlib, random, re, statistics
 import subprocess, sys
@@ -369,6 +374,18 @@ class Steps:
         if apart:
             print(f"Noise: a ratio from the first half of the steps and one from the second differ "
                   f"by {statistics.median(apart):.0%} in the median, {max(apart):.0%} at most.\n")
+
+
+def bits():
+    """A column for each number of sequences a step and of ranks: they make the micro-steps."""
+    hashes = collections.defaultdict(dict)  # (sequences, W) -> {mode: hash}
+    for r in read("bits"):
+        mode, sequences, micro_steps = r["label"].split()
+        hashes[f"{sequences} sequences, W={r['world_size']}, {micro_steps} micro-step"
+               f"{'s' * (micro_steps != '1')}"][mode] = f"`{r['param_sha256'][:8]}`"
+    modes = dict.fromkeys(mode for of_modes in hashes.values() for mode in of_modes)
+    table(["mode", *hashes], [[mode, *(of_modes.get(mode, "-") for of_modes in hashes.values())]
+                              for mode in modes])
 
 
 def modes():
@@ -575,11 +592,59 @@ def gpu():
                                              1e-6)})
 
 
+def timeline():
+    """Steps of one micro-step, as Mermaid has them."""
+    for r in read("timeline"):
+        trace = json.loads(pathlib.Path(f"out/bench/timeline-{r['mode']}.json").read_text())
+        bars = bars_of(trace["traceEvents"])
+        print(f"```mermaid\n---\ndisplayMode: compact\n---\ngantt\n"
+              f"    title {r['mode']}: a step of rank 0 of {r['world_size']}, in ms\n"
+              f"    dateFormat x\n    axisFormat %Q")
+        for section in ("compute", "gather", "reduce", "wait"):
+            print(f"    section {section}")
+            for label, colour, start, end in (bar[1:] for bar in bars if bar[0] == section):
+                if round(start) < round(end):
+                    told = label if end - start > 0.03 * bars[2][-1] else "·"  # room for a word
+                    print(f"    {told} :{colour}, {round(start)}, {round(end)}")
+        print("```\n")
+
+
+def bars_of(events):
+    """[(section, label, what colours it, start, end)] of a trace's step of median duration, in ms
+    from its beginning; exchanges as `Trace` in train.py draws them, from start to needed."""
+    spans = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
+    begun = {e["id"]: e for e in events if e["ph"] == "b"}
+    spans += [(begun[e["id"]]["name"], begun[e["id"]]["ts"], e["ts"]) for e in events
+              if e["ph"] == "e" and e["id"] in begun]
+    steps = sorted((end - start, start, end) for name, start, end in spans
+                   if name.startswith("ProfilerStep"))
+    _, first, last = steps[len(steps) // 2]
+    spans = [(name, 1e-3 * (start - first), 1e-3 * (end - first)) for name, start, end in spans
+             if first <= start < last]  # from us
+
+    def bounds(prefix):
+        found = [(start, end) for name, start, end in spans if name.startswith(prefix)]
+        return min(start for start, _ in found), max(end for _, end in found)
+
+    backward = bounds("autograd::engine")
+    bars = [("compute", "forward", "active", bounds("aten::embedding")[0], backward[0]),
+            ("compute", "backward", "active", *backward),
+            ("compute", "AdamW", "active", *bounds("Optimizer.step"))]
+    for name, start, end in sorted(spans, key=lambda span: span[1]):
+        section, _, label = name.partition(" ")
+        if section in ("gather", "reduce"):
+            label = label.replace("blocks.", "block ").replace("the root", "root")
+            bars.append((section, label, "done", start, end))
+        elif section == "wait:":
+            bars.append(("wait", label, "crit", start, end))
+    return bars
+
+
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command != "fastest":
         print(f"## {command}: {where()}\n")
-    commands = dict(modes=modes, fastest=fastest, link=link, gpu=gpu,
+    commands = dict(bits=bits, modes=modes, fastest=fastest, link=link, gpu=gpu, timeline=timeline,
                     tune=lambda: by_flags("tune"), options=lambda: by_flags("options"),
                     scaling=lambda *numbers: scaling(*map(float, numbers)))
     commands[command](*arguments)
@@ -620,6 +685,22 @@ report() { python -c "$REPORT" "$@" | tee "out/bench/$1.md"; }
 
 # -------------------------------------------------------------------------------------------------
 # commands
+
+bits() {
+    local flags=(--micro_batch_size 4 --max_steps 20 "${FLAGS[@]}") micro sequences world mode
+    micro=$(value_of --micro_batch_size "${flags[@]}")
+    for sequences in $((2 * micro)) $((4 * micro)); do
+        for world in $WORLDS; do
+            ((sequences % (world * micro) == 0)) || continue
+            for mode in ${MODES:-single naive ddp zero1 zero2 zero3 torch-ddp torch-fsdp}; do
+                [[ $mode == single && $world != 1 ]] \
+                    || launch bits "$mode $sequences $((sequences / world / micro))" "$world" \
+                        train.py --mode "$mode" --global_batch_size $sequences "${flags[@]}"
+            done
+        done
+    done
+    report bits
+}
 
 modes() {
     local families=(single,naive,naive@alone,torch-ddp,torch-ddp@alone,ddp,ddp@alone
@@ -791,10 +872,22 @@ options() {
     report options
 }
 
+timeline() {
+    local world=${WORLDS##* } mode trace=out/bench/run/trace_rank0.json
+    local flags=(--n_layer 4 --n_head 8 --n_embd 512 --block_size 128 --micro_batch_size 4
+                 --global_batch_size $((4 * world)) --max_steps 7 --profile 5 "${FLAGS[@]}")
+    for mode in ${MODES:-ddp zero3}; do
+        launch timeline "$mode" "$world" train.py --mode "$mode" "${flags[@]}"
+        [[ ! -e $trace ]] || mv $trace "out/bench/timeline-$mode.json"
+    done
+    report timeline
+}
+
 # -------------------------------------------------------------------------------------------------
 COMMAND=${1:-} WORLDS="1 2 4" ROUNDS=6 MODES='' PRICE=2.0 TFLOPS=400 GIVEN='' RATES=()
 case $COMMAND in
-modes | scaling | gpu) ;;
+bits | modes | scaling | gpu) ;;
+timeline) WORLDS=2 ;;
 tune) WORLDS=2 ROUNDS=3 ;;
 options) WORLDS=2 ROUNDS=2 ;;
 link) ROUNDS=4 ;;
@@ -836,7 +929,7 @@ varied=(--mode --global_batch_size)  # by the command itself
 for flag in "${varied[@]}"; do
     [[ " $GIVEN " != *" $flag "* ]] || die "$COMMAND sets $flag itself"
 done
-python -c 'import sys, train
+[[ -z $GIVEN ]] || python -c 'import sys, train
 try:
     train.check(train.parse_args(sys.argv[1:]))
 except train.UserError as error:
