@@ -769,7 +769,7 @@ scaling() {
         [[ $world == 1 ]] || launch scaling-collectives "collectives" "$world" \
             --no-python python -c "$MEASURE" collectives "$ROUNDS" "${flags[@]}"
     done
-    for world in 8 64 512 4096; do
+    for world in 8 64 512 1024 4096; do
         launch scaling-held "memory of $world ranks" 1 --no-python python -c "$MEASURE" \
             held ddp,zero1,zero2,zero3 $world "${PLAIN[@]}" --model gpt2 --tokenizer bytes \
             --block_size 32 --micro_batch_size 1
