@@ -191,15 +191,15 @@ def parse_args(argv):
     """Flags -> Config. Each field is a flag and its comment the help text. Raises UserError."""
     comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.MULTILINE))
     parser = OneLineParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    for field in fields(Config):
-        kinds = typing.get_args(field.type) or (field.type,)  # int | None -> (int, NoneType)
+    for option in fields(Config):
+        kinds = typing.get_args(option.type) or (option.type,)  # int | None -> (int, NoneType)
         kind = int_or_auto if kinds == (int, str) else kinds[0]
         how = dict(type=kind, metavar=kind.__name__)
         if kind is bool:
             how = dict(action=argparse.BooleanOptionalAction)
-        default = "" if field.default is None else f" [{field.default}]"
-        text = (comments[field.name] + default).replace("%", "%%")
-        parser.add_argument(f"--{field.name}", default=field.default, help=text, **how)
+        default = "" if option.default is None else f" [{option.default}]"
+        text = (comments[option.name] + default).replace("%", "%%")
+        parser.add_argument(f"--{option.name}", default=option.default, help=text, **how)
     config = Config(**vars(parser.parse_args(argv)))
     config.mode = config.mode or ("ddp" if "RANK" in os.environ else "single")
     config.min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
@@ -513,11 +513,11 @@ class Worker:
             pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
 
 
-def resident_bytes(field):
+def resident_bytes(name):
     """VmHWM, the largest resident set of this process so far, or VmRSS, that of now."""
     if sys.platform == "linux":  # not ru_maxrss, which is inherited from the starting process
         status = pathlib.Path("/proc/self/status").read_text()
-        return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", status).group(1))
+        return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", status).group(1))
     import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: in bytes, the peak only

@@ -3473,19 +3473,30 @@ def bench_compares_flags():
     return "four runs of two lines of flags", 0.0
 
 
+def small_bench(folder):
+    """Copy bench.sh and what it runs to folder -> flags with which a row takes seconds."""
+    for name in ("bench.sh", "model.py", "ddp.py", "zero.py", "train.py"):
+        shutil.copy(HERE / name, folder)
+    kept = ("--n_layer", "--n_head", "--n_embd", "--block_size", "--warmup_steps", "--dataset")
+    return [str(word) for name, value in zip(TINY[::2], TINY[1::2]) if name in kept
+            for word in (name, value)]
+
+
+def run_bench(folder, *arguments):
+    """`./bench.sh arguments` in folder, with this Python; folder/bin comes first in the path."""
+    path = os.pathsep.join((f"{folder}/bin", str(pathlib.Path(sys.executable).parent),
+                            os.environ["PATH"]))
+    return subprocess.run(["bash", "bench.sh", *arguments], cwd=folder, text=True,
+                          capture_output=True, env={**os.environ, "PATH": path})
+
+
 @check([dict(W=1)], limit_s=120)
 def bench_makes_tables():
     """bench.sh prints the rows it is asked for, says why one has failed, and runs the rest; an
     option that cannot be is refused in one line."""
-    sizes = {**dict(zip(TINY[::2], TINY[1::2])), "--micro_batch_size": 1}
-    for name in ("--max_steps", "--eval_steps", "--sample_tokens", "--global_batch_size",
-                 "--eval_interval", "--check_interval", "--save_interval"):
-        sizes.pop(name, None)
-    flags = [str(word) for pair in sizes.items() for word in pair]
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("bench.sh", "model.py", "ddp.py", "zero.py", "train.py"):
-            shutil.copy(HERE / name, folder)
-        # a torchrun that cannot start train.py in mode ddp, and leaves the rest to the real one
+        # a torchrun that cannot start train.py in mode ddp, ends 20 steps at once, and leaves the
+        # rest to the real one
         launcher = pathlib.Path(folder, "bin", "torchrun")
         launcher.parent.mkdir()
         launcher.write_text(f"""#!/bin/sh
@@ -3496,15 +3507,11 @@ esac
 exec {sys.executable} -m torch.distributed.run "$@"
 """)
         launcher.chmod(0o755)
-        path = os.pathsep.join((str(launcher.parent), str(pathlib.Path(sys.executable).parent),
-                                os.environ["PATH"]))
-
-        def bench(arguments):
-            return subprocess.run(["bash", "bench.sh", *arguments], cwd=folder, text=True,
-                                  capture_output=True, env={**os.environ, "PATH": path})
-
-        run, rounds, flag, no_gpu, rate, varied, mode, bits, timeline = on_both_cores(bench, [
-            ("modes", "--worlds", "1", "--rounds", "1", "--modes", "single ddp", *flags),
+        flags = small_bench(folder)
+        run, rounds, flag, no_gpu, rate, varied, mode, bits, timeline = on_both_cores(
+            lambda arguments: run_bench(folder, *arguments), [
+            ("modes", "--worlds", "1", "--rounds", "1", "--modes", "single ddp",
+             "--micro_batch_size", "1", *flags),
             ("modes", "--rounds", "0"), ("tune", "--n_layr", "4"), ("gpu",), ("link", "1gbps"),
             ("tune", "--micro_batch_size=2"), ("modes", "--modes", "zero9"),
             ("bits", "--worlds", "1 2 4", "--modes", "single ddp"), ("timeline", "--modes", "ddp")])
@@ -3531,6 +3538,27 @@ exec {sys.executable} -m torch.distributed.run "$@"
     assert "| single | `01234567` | `01234567` |" in bits.stdout, bits.stdout
     assert "Failed: ddp at W=2: OSError: planted" in timeline.stdout, timeline.stdout
     return "rows of single and ddp, planted failures, five refusals", 0.0
+
+
+BENCH = {"bits": ("--worlds", "1 2"), "modes": ("--worlds", "2", "--rounds", "1"),
+         "scaling": ("--worlds", "1 2", "--rounds", "1"), "tune": ("--rounds", "1"),
+         "options": ("--rounds", "1", "--modes", "ddp zero3"), "timeline": (),
+         "link": ("1gbit", "--rounds", "1")}
+
+
+@check([], full=[dict(W=1, command=command) for command in BENCH], limit_s=900)
+def bench_commands_run(command):
+    """Every command of bench.sh prints its tables, or pictures, of a small model, and no failure.
+    """
+    if command == "link" and not (sys.platform == "linux" and os.getuid() == 0
+                                  and shutil.which("ip") and shutil.which("tc")):
+        raise Skip("two hosts on one need Linux, root and iproute2")
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_bench(folder, command, *BENCH[command], *small_bench(folder))
+    assert done.returncode == 0 and "Failed" not in done.stdout, done.stdout + done.stderr
+    n_rows = len(re.findall(r"^(?:\| |    .* :)", done.stdout, re.MULTILINE))
+    assert n_rows > 3, done.stdout
+    return f"{command}: {n_rows} rows", 0.0
 
 
 @check([dict(W=1)])
