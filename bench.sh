@@ -543,13 +543,30 @@ def runs_by_flags(name):
     return runs
 
 
-def by_flags(name):
+def tune():
     rows = []
-    for flags, runs in runs_by_flags(name).items():
+    for flags, runs in runs_by_flags("tune").items():
         rates = [r["tokens_per_sec"] for r in runs]
         rows.append([f"`{flags}`", number(statistics.median(rates)), ", ".join(map(number, rates)),
                      number(max(r["peak_mem_bytes"] for r in runs), 0, 1e-6)])
     table(["flags", "tokens/s, median", "all", "peak MB a rank"], rows)
+
+
+def options():
+    """A row for each mode, a column for what is switched on beside it."""
+    cells = collections.defaultdict(dict)  # mode -> {flags: cell}
+    for label, runs in runs_by_flags("options").items():
+        _, mode, *flags = label.split()
+        rates = [r["tokens_per_sec"] for r in runs]
+        most = max(r["peak_mem_bytes"] for r in runs)
+        cells[mode][" ".join(flags)] = (
+            f"{number(statistics.median(rates))} ({number(min(rates))} to {number(max(rates))}), "
+            f"{number(most, 0, 1e-6)} MB")
+    columns = dict.fromkeys(flags for of_mode in cells.values() for flags in of_mode)
+    print("Tokens/s, median, least and most of the runs; peak memory of a rank.\n")
+    table(["mode", *(f"`{flags}`" if flags else "neither" for flags in columns)],
+          [[mode, *(of_mode.get(flags, "-") for flags in columns)]
+           for mode, of_mode in cells.items()])
 
 
 def fastest():
@@ -644,8 +661,8 @@ if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command != "fastest":
         print(f"## {command}: {where()}\n")
-    commands = dict(bits=bits, modes=modes, fastest=fastest, link=link, gpu=gpu, timeline=timeline,
-                    tune=lambda: by_flags("tune"), options=lambda: by_flags("options"),
+    commands = dict(bits=bits, modes=modes, tune=tune, fastest=fastest, options=options, link=link,
+                    gpu=gpu, timeline=timeline,
                     scaling=lambda *numbers: scaling(*map(float, numbers)))
     commands[command](*arguments)
 PYTHON

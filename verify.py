@@ -186,6 +186,15 @@ class Ranks:
             raise Skip(values[0])
         return values
 
+    def close(self):
+        """Let ranks that are waiting for work end by themselves, and with them what they started.
+        """
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(2)
+        self.kill()
+
     def kill(self):
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
@@ -259,7 +268,7 @@ def run_checks(chosen, full):
         for lane in lanes:
             lane.clear()  # after Ctrl-C they end with the row that they are in, which fails:
         for ranks in list(groups.values()):
-            ranks.kill()
+            ranks.close()
     skipped = f", {outcomes.count('skipped')} skipped" if "skipped" in outcomes else ""
     print(f"{outcomes.count('passed')} passed, {outcomes.count('failed')} failed{skipped}")
     return outcomes.count("failed")
@@ -3454,23 +3463,27 @@ def bench_fits_its_model():
 
 @check([dict(W=1)])
 def bench_compares_flags():
-    """The tables of tune and options have a row for each line of flags: medians over its runs, the
-    most memory of any."""
+    """The tables of tune and options have a row for each line of flags, or a cell: the median of
+    its runs, the most memory of any."""
     report, printed = python_of_bench("REPORT"), io.StringIO()
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "out", "bench", "options.jsonl")
-        path.parent.mkdir(parents=True)
-        path.write_text("".join(json.dumps(dict(label=label, tokens_per_sec=rate,
-                                                peak_mem_bytes=n_bytes)) + "\n"
-                                for label, rate, n_bytes in (
-            ("--mode ddp", 10.0, 5e6), ("--mode ddp --compile", 7.0, 8e6),
-            ("--mode ddp", 30.0, 9e6), ("--mode ddp", 11.0, 6e6))))
-        with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
-            report["by_flags"]("options")
-    rows = [line.split(" | ") for line in printed.getvalue().splitlines()[2:4]]
-    assert rows == [["| `--mode ddp`", "11", "10, 30, 11", "9 |"],
-                    ["| `--mode ddp --compile`", "7", "7", "8 |"]], rows
-    return "four runs of two lines of flags", 0.0
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        os.makedirs("out/bench")
+        for name in ("tune", "options"):
+            pathlib.Path(f"out/bench/{name}.jsonl").write_text("".join(
+                json.dumps(dict(label=label, tokens_per_sec=rate, peak_mem_bytes=n_bytes)) + "\n"
+                for label, rate, n_bytes in (
+                    ("--mode ddp", 10.0, 5e6), ("--mode ddp --compile", 7.0, 8e6),
+                    ("--mode ddp", 30.0, 9e6), ("--mode ddp", 11.0, 6e6), ("--mode zero1", 1, 1))))
+            with contextlib.redirect_stdout(printed):
+                report[name]()
+    rows = [line for line in printed.getvalue().splitlines() if line.startswith("| ")]
+    assert rows == ["| flags | tokens/s, median | all | peak MB a rank |",
+                    "| `--mode ddp` | 11 | 10, 30, 11 | 9 |",
+                    "| `--mode ddp --compile` | 7 | 7 | 8 |", "| `--mode zero1` | 1 | 1 | 0 |",
+                    "| mode | neither | `--compile` |",
+                    "| ddp | 11 (10 to 30), 9 MB | 7 (7 to 7), 8 MB |",
+                    "| zero1 | 1 (1 to 1), 0 MB | - |"], rows
+    return "five runs of three lines of flags", 0.0
 
 
 def small_bench(folder):
