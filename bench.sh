@@ -618,11 +618,13 @@ def timeline():
               f"    title {r['mode']}: a step of rank 0 of {r['world_size']}, in ms\n"
               f"    dateFormat x\n    axisFormat %Q")
         for section in ("compute", "gather", "reduce", "wait"):
-            print(f"    section {section}")
-            for label, colour, start, end in (bar[1:] for bar in bars if bar[0] == section):
+            for n, (_, *bar) in enumerate(bar for bar in bars if bar[0] == section):
+                label, colour, start, end = bar
+                told = section == "compute" or end - start > 0.03 * bars[2][-1]  # room for a word
+                if n == 0:
+                    print(f"    section {section}")
                 if round(start) < round(end):
-                    told = label if end - start > 0.03 * bars[2][-1] else "·"  # room for a word
-                    print(f"    {told} :{colour}, {round(start)}, {round(end)}")
+                    print(f"    {label if told else '·'} :{colour}, {round(start)}, {round(end)}")
         print("```\n")
 
 

@@ -4696,8 +4696,9 @@ def readme_leads_there():
     return f"{len(sizes)} sizes, {len(links)} links to definitions", 0.0
 
 
-def assert_caught(file, text, name, quoted):
-    """In a copy of the tree in which file has this text the check `name` fails with these words."""
+def not_caught(file, text, name, quoted):
+    """What to say unless, in a copy of the tree in which file has this text, the check `name` fails
+    with the words quoted."""
     with tempfile.TemporaryDirectory() as folder:
         for path in (*HERE.glob("*.py"), HERE / "bench.sh", HERE / "README.md"):
             shutil.copy(path, folder)
@@ -4705,7 +4706,8 @@ def assert_caught(file, text, name, quoted):
         done = subprocess.run([sys.executable, "verify.py", name], cwd=folder, text=True,
                               capture_output=True)
     failed = re.search(rf"^{name} .*FAILED", done.stdout, re.MULTILINE)
-    assert failed and quoted in done.stdout, f"{file}, {name}: {done.stdout}{done.stderr[-500:]}"
+    if not failed or quoted not in done.stdout:
+        return f"{file}, {name}, {quoted}: {done.stdout}{done.stderr[-500:]}"
 
 
 @check([dict(W=1, every=100)], full=[dict(W=1, every=1)], limit_s=1200)
@@ -4718,9 +4720,10 @@ def readme_breaks_are_caught(every):
         lines = (HERE / file).read_text().splitlines(keepends=True)
         assert old in lines[int(number) - 1], f"{file}, line {number}: there is no {old}"
         lines[int(number) - 1] = lines[int(number) - 1].replace(old, instead.strip("`"))
-        edits.append((file, "".join(lines), name.strip("`"), re.search("`(.*?)`", seen).group(1)))
+        edits.append((file, "".join(lines), name.strip("`"), re.findall("`(.*?)`", seen)[-1]))
         assert edits[-1][2] in globals(), f"there is no check {name}"
-    on_both_cores(assert_caught, *zip(*edits[::every]))
+    problems = list(filter(None, on_both_cores(not_caught, *zip(*edits[::every]))))
+    assert not problems, problems
     return f"{len(edits)} lines there, {len(edits[::every])} broken", 0.0
 
 
@@ -4746,7 +4749,8 @@ def readme_exercises_have_checks(every):
         assert name.strip("`") in globals(), f"there is no check {name}"
         for function, file, number in re.findall(r"\[`(\S+)`\]\((\S+)#L(\d+)\)", functions):
             cases.append((file, without_body(function, file, number), name.strip("`"), ""))
-    on_both_cores(assert_caught, *zip(*cases[::every]))
+    problems = list(filter(None, on_both_cores(not_caught, *zip(*cases[::every]))))
+    assert not problems, problems
     return f"{len(cases)} functions there, {len(cases[::every])} deleted", 0.0
 
 
