@@ -2199,7 +2199,7 @@ def zero_adds_to_gradients(stage):
     """Without zero_grad(), or with part of them zeroed, means add up; what a script puts into
     .grad counts."""
     for name in ("blocks", "uneven"):
-        call, (module, reference) = sharded(stage, name), wrapped(name)
+        call, (_, reference) = sharded(stage, name), wrapped(name)
         found, expected = [], []
         for m, taken in ((call, found), (reference, expected)):
             named = dict(m.named_parameters())
@@ -3759,7 +3759,7 @@ def damaged_checkpoints_are_named():
             (data, flip_in_archive, f"{data} is truncated or damaged: see "),
             (data, os.remove, f"No such file.*{data}"),
             (".metadata", lambda path: flip(path, 100), ".metadata is damaged"),
-            (".metadata", os.remove, f"No such file.*.metadata"),
+            (".metadata", os.remove, r"No such file.*\.metadata"),
             (record, lambda path: flip(path, 12), f"{record} is damaged"),
             (record, lambda path: os.truncate(path, 40), f"{record} is damaged"),
             (record, os.remove, f"{record} is missing"),
