@@ -13,7 +13,7 @@
 # Options, then any flags of train.py:
 #     --worlds "1 2 4"   ranks            --price 2.0     USD per GPU-hour, for scaling
 #     --rounds 6         visits a mode    --tflops 400    that a GPU reaches, for scaling
-#     --modes "ddp zero3 torch-fsdp"      these rows only, for bits, modes, link and timeline
+#     --modes "ddp zero3 torch-fsdp"      these rows only: bits, modes, options, link, timeline
 #
 # Replaces a benchmark harness: bash starts ranks and collects their RESULT lines, python turns
 # these into Markdown tables, on stdout and in out/bench. A row that fails says why; others go on.
@@ -34,6 +34,8 @@ cd "$(dirname "$0")"
 PLAIN=(--out_dir out/bench/run --eval_steps 0 --sample_tokens 0 --save_interval 0
        --check_interval 0)
 SMALL=(--n_layer 10 --n_head 8 --n_embd 512 --block_size 64 --micro_batch_size 1)
+
+TRAIN_MODES="single naive ddp zero1 zero2 zero3 torch-ddp torch-fsdp"
 
 usage() { sed -n '2,/^# Replaces/s/^# \{0,1\}//p' "$0" | head -n -1; }
 die() { echo "bench.sh: $*" >&2; exit 2; }
@@ -266,7 +268,7 @@ out/bench/*.jsonl
 timeline: pictures of out/bench/timeline-*.json
 fastest: the flags of the fastest runs of tune"""
 import collections, datetime, importlib.metadata, json, os, pathlib, random, re, statistics
-import subprocess, sys
+import shutil, subprocess, sys
 
 # mode -> what does the same in torch, and with which it is measured in one process group
 COUNTERPART = {"naive": "torch-ddp", "ddp": "torch-ddp", "ddp-bf16": "torch-ddp",
@@ -292,10 +294,12 @@ def where():
         cpu = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text()).group(1)
     except (OSError, AttributeError):
         cpu = "a CPU"
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True,
-                            text=True).stdout.strip() or "unknown"
+    commit = ""
+    if shutil.which("git"):
+        commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True,
+                                text=True).stdout.strip()
     return (f"{os.cpu_count()} cores of {cpu}, torch {importlib.metadata.version('torch')}, commit "
-            f"{commit}, {datetime.date.today()}")
+            f"{commit or 'unknown'}, {datetime.date.today()}")
 
 
 def table(head, rows):
@@ -708,10 +712,13 @@ report() { python -c "$REPORT" "$@" | tee "out/bench/$1.md"; }
 bits() {
     local flags=(--micro_batch_size 4 --max_steps 20 "${FLAGS[@]}") micro sequences world mode
     micro=$(value_of --micro_batch_size "${flags[@]}")
+    for world in $WORLDS; do
+        [[ $world =~ ^[124]$ ]] || die "bits compares 1, 2 and 4 ranks, not $world"
+    done
     for sequences in $((2 * micro)) $((4 * micro)); do
         for world in $WORLDS; do
             ((sequences % (world * micro) == 0)) || continue
-            for mode in ${MODES:-single naive ddp zero1 zero2 zero3 torch-ddp torch-fsdp}; do
+            for mode in ${MODES:-$TRAIN_MODES}; do
                 [[ $mode == single && $world != 1 ]] \
                     || launch bits "$mode $sequences $((sequences / world / micro))" "$world" \
                         train.py --mode "$mode" --global_batch_size $sequences "${flags[@]}"
@@ -894,7 +901,8 @@ options() {
 timeline() {
     local world=${WORLDS##* } mode trace=out/bench/run/trace_rank0.json
     local flags=(--n_layer 4 --n_head 8 --n_embd 512 --block_size 128 --micro_batch_size 4
-                 --global_batch_size $((4 * world)) --max_steps 7 --profile 5 "${FLAGS[@]}")
+                 --max_steps 7 --profile 5 "${FLAGS[@]}")
+    flags+=(--global_batch_size $((world * $(value_of --micro_batch_size "${flags[@]}"))))
     for mode in ${MODES:-ddp zero3}; do
         launch timeline "$mode" "$world" train.py --mode "$mode" "${flags[@]}"
         [[ ! -e $trace ]] || mv $trace "out/bench/timeline-$mode.json"
@@ -939,10 +947,18 @@ done
 for rate in ${RATES[@]+"${RATES[@]}"}; do
     [[ $rate =~ ^[0-9.]+[kmg]bit$ ]] || die "link $rate: give a rate as 1gbit or 100mbit"
 done
+case $COMMAND in
+modes | link) rows=$(sed -n '/^ORDER/,/]/p' <<< "$REPORT" | tr -dc 'a-z0-9\n -') ;;
+*) rows=$TRAIN_MODES ;;
+esac
 for mode in $MODES; do
-    [[ $REPORT == *"\"$mode\""* ]] || die "--modes $mode: there is no such row"
+    grep -qx -e "$mode" <<< "$(printf '%s\n' $rows)" || die "--modes $mode: there is no such row"
 done
+[[ ! $COMMAND =~ ^(tune|options|timeline)$ || $WORLDS != *" "* ]] \
+    || die "--worlds '$WORLDS': $COMMAND takes one number"
+[[ " $GIVEN " != *" --micro_batch_size auto "* ]] || die "--micro_batch_size auto: give a number"
 varied=(--mode --global_batch_size)  # by the command itself
+[[ $COMMAND != timeline ]] || varied+=(--out_dir --profile)
 [[ $COMMAND != tune ]] || varied=(--micro_batch_size --bucket_cap_mb)
 [[ $COMMAND != options ]] || varied+=(--activation_checkpointing --compile)
 for flag in "${varied[@]}"; do

@@ -127,6 +127,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin):
+        """x (B, T, C) -> (B, T, C). Rows of qkv: nh query heads, nkv key heads, nkv value heads."""
         B, T, C = x.size()  # batch size, sequence length, embedding width
         nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.config.head_size
         qkv = self.qkv(x).view(B, T, nh + 2 * nkv, hs).transpose(1, 2)  # (B, nh + 2 nkv, T, hs)
@@ -150,6 +151,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.n_hidden, config.n_embd, bias=False)
 
     def forward(self, x):
+        """x (B, T, C) -> (B, T, C). Rows of gate_up: those of gate, then those of up."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 

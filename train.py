@@ -83,7 +83,7 @@ from zero import Zero1, Zero2, Zero3
 @dataclass
 class Config:
     # run
-    mode: str | None = None  # see MODES; single in one process, else ddp
+    mode: str | None = None  # one of MODES; unless given ddp under torchrun, else single
     max_steps: int = 800  # optimizer steps
     seed: int = 1337  # of the weights, the order of samples and the sample text
     out_dir: str = "out"  # for checkpoints, metrics.jsonl and the cache of tokens
@@ -102,7 +102,7 @@ class Config:
     dataset: str = "stdlib"  # Python's own library, a text file, or a folder of train.bin, val.bin
     tokenizer: str = "bytes"  # bytes, or a tiktoken name such as gpt2 or o200k_base
     # model
-    init_from: str | None = None  # folder in that form, instead of a preset: its sizes and weights
+    init_from: str | None = None  # folder as export_hf leaves it: its sizes and weights, no preset
     model: str = "tiny"  # preset: tiny gpt2 gpt2-medium gpt2-large gpt2-xl 1b 7b
     n_layer: int | None = None  # blocks; overrides the preset, as do the next four
     n_head: int | None = None  # query heads
@@ -691,7 +691,8 @@ def set_gradient_sync(model, on):
 
 
 def lr_at(step, config):
-    """Learning rate of a step counted from 0: linear warm-up, then a cosine down to min_lr."""
+    """Learning rate of a step counted from 0: in the warm-up lr times (step + 1) / (warmup_steps +
+    1), so that neither 0 nor lr is met in it; then a cosine from lr down to min_lr at max_steps."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / (config.warmup_steps + 1)
     done = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)

@@ -186,15 +186,6 @@ class Ranks:
             raise Skip(values[0])
         return values
 
-    def close(self):
-        """Let ranks that are waiting for work end by themselves, and with them what they started.
-        """
-        for pipe in self.pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(2)
-        self.kill()
-
     def kill(self):
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
@@ -218,12 +209,14 @@ def main():
         parser.error(f"no check has a name with {' or '.join(options.names)}; --list shows them")
     if options.list:
         for f in chosen:
-            print(f"{f.__name__:33s} {inspect.getdoc(f).splitlines()[0]}")
+            print(f"{f.__name__:33s} {' '.join(inspect.getdoc(f).split())}")
         return 0
     for row in kill_9_at_any_moment.sampled:
         row["kills"] = options.kills
-    # CPU only, one thread a rank and a silent profiler, also for all that is started from here
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99")
+    # CPU only, one thread a rank and a silent profiler, also for all that is started from here;
+    # nothing about the semaphores of ranks that are killed
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
+                      PYTHONWARNINGS="ignore::UserWarning:multiprocessing.resource_tracker")
     return 1 if run_checks(chosen, options.full) else 0
 
 
@@ -268,7 +261,7 @@ def run_checks(chosen, full):
         for lane in lanes:
             lane.clear()  # after Ctrl-C they end with the row that they are in, which fails:
         for ranks in list(groups.values()):
-            ranks.close()
+            ranks.kill()
     skipped = f", {outcomes.count('skipped')} skipped" if "skipped" in outcomes else ""
     print(f"{outcomes.count('passed')} passed, {outcomes.count('failed')} failed{skipped}")
     return outcomes.count("failed")
@@ -553,7 +546,9 @@ def model_attention():
     for attention in ("sdpa", "explicit"):
         gpt = small_model(attention=attention)
         idx = torch.arange(32).view(2, 16)
-        logits, loss = gpt(idx, idx)
+        with mock.patch.object(model, "explicit_attention", wraps=explicit_attention) as spy:
+            logits, loss = gpt(idx, idx)
+        assert spy.called == (attention == "explicit")
         loss.backward()
         outputs.append([logits, *(p.grad for p in gpt.parameters())])
     difference = max((a - b).abs().max().item() for a, b in zip(*outputs))
@@ -568,6 +563,9 @@ def model_is_a_llama():
     idx, worst = torch.arange(32).view(2, 16), 0.0
     for n_kv_head, tied in ((4, True), (2, False)):
         gpt, weights = small_model(n_kv_head=n_kv_head, tied=tied), {}
+        for p in gpt.parameters():
+            if p.dim() == 1:  # which begin as ones
+                torch.nn.init.uniform_(p, 0.5, 1.5)
         for name, parts in model.llama_names(gpt.config).items():
             rows = gpt.get_parameter(name).detach().split(list(parts.values()))
             weights |= dict(zip(parts, rows))
@@ -1151,6 +1149,9 @@ def collectives_add_in_rank_order():
     for c in contributions[-2::-1]:
         backwards += c
     assert W < 3 or not torch.equal(by_hand, backwards), "the order made no difference, so no test"
+    nine = torch.randn(9, 50, generator=torch.Generator().manual_seed(0))
+    ddp.add_in_rank_order(list(nine), out=(out := torch.empty(50)))
+    same_bits({"nine": functools.reduce(torch.add, nine)}, {"nine": out})
     for n in (0, 1, 2, 3, 49, 50):
         mine = contributions[rank][:n].clone()
         ddp.reduce_scatter(mine)
@@ -1826,7 +1827,11 @@ def clipping_over_shards():
     for p in parameters:
         p.grad = p.detach().clone()
     by_torch = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    exact = torch.cat(wholes).double().square().sum().sqrt()
+    by_hand = [t * (1.0 / (exact + 1e-6)).float() for t in wholes]  # the factor rounded once
     norm = clip_gradients_(wholes, 1.0)
+    assert abs(norm - exact) < 1e-12 * exact
+    same_bits(dict(enumerate(by_hand)), dict(enumerate(wholes)))
     norm_of_shards = clip_gradients_(shards, 1.0, dist.group.WORLD)
     assert abs(norm - norm_of_shards) < 1e-12 * norm and abs(norm - by_torch) < 1e-5 * norm
     for t, shard, p in zip(wholes, shards, parameters):
@@ -1915,6 +1920,19 @@ def same_as_zero(ours, theirs, name):
             for key in [key for key in step if "running" in key]:
                 del step[key]
     same_steps(ours, theirs)
+
+
+@check([dict(W=1)])
+def zero_units_are_outermost():
+    """Units are the elements of the outermost ModuleLists, by their names in the module."""
+    layers = [torch.nn.Linear(1, 1) for _ in range(4)]
+    inner = torch.nn.ModuleList(layers[:2])
+    module = torch.nn.ModuleDict(dict(
+        a=torch.nn.ModuleList([torch.nn.ModuleDict(dict(b=inner)), layers[2], None]), c=layers[3],
+        ab=torch.nn.ModuleList([torch.nn.Tanh()])))
+    found = {name: type(unit) for name, unit in zero.find_units(module).items()}
+    assert found == {"a.0": torch.nn.ModuleDict, "a.1": torch.nn.Linear, "ab.0": torch.nn.Tanh}
+    return "three lists, one inside another", 0.0
 
 
 @check([dict(W=W, stage=stage, accumulation=a, clip=clip) for W, stage, a, clip in
@@ -3020,8 +3038,9 @@ def schedule_and_decay():
     """Linear warm-up, cosine to min_lr; weight decay on tensors of two or more dimensions only."""
     config = train.Config(lr=1.0, min_lr=0.1, warmup_steps=4, max_steps=14)
     expected = {0: 0.2, 1: 0.4, 3: 0.8, 4: 1.0, 9: 0.55, 14: 0.1}
-    worst = max(abs(train.lr_at(step, config) - lr) for step, lr in expected.items())
-    assert worst < 1e-12
+    found = {step: train.lr_at(step, config) for step in expected}
+    worst = max(abs(found[step] - lr) for step, lr in expected.items())
+    assert worst < 1e-12, f"{found}, expected {expected}"
     assert train.lr_at(0, replace(config, warmup_steps=0)) == 1.0
     gpt = small_model()
     decayed, rest = train.make_optimizer(gpt, config).param_groups
@@ -4550,25 +4569,35 @@ def readme_kubernetes_job_fits():
     return f"{len(command)} words of a command, service and volume", 0.0
 
 
+def bash_of_readme():
+    text = (HERE / "README.md").read_text()
+    return re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def commands_of_train():
+    """(ranks, words) of every command in the README that runs train.py, in order."""
+    for line in "".join(bash_of_readme()).replace("\\\n", " ").splitlines():
+        with mock.patch.dict(os.environ, SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8"):
+            words = shlex.split(os.path.expandvars(line), comments=True)
+        if "train.py" in words:
+            yield math.prod(int(word.split("=")[1]) for word in words
+                            if re.match(r"--(nnodes|nproc_per_node)=\d", word)), words
+
+
 @check([dict(W=1)])
 def readme_commands_are_valid():
     """Every command of the README is valid shell, every file in it is there, every flag that it
     gives train.py exists and goes with the others; the Dockerfile copies what it runs."""
-    text, n = (HERE / "README.md").read_text(), 0
-    for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for block in bash_of_readme():
         done = subprocess.run(["bash", "-n"], input=block, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
-        for line in block.replace("\\\n", " ").splitlines():
-            with mock.patch.dict(os.environ, SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8"):
-                words = shlex.split(os.path.expandvars(line), comments=True)
-            if "train.py" in words:
-                with mock.patch.dict(os.environ, dict(RANK="0") if "torchrun" in words else {}):
-                    config = checked_flags([word for word in words if word != "&"])
-                W = math.prod(int(word.split("=")[1]) for word in words if
-                              re.match(r"--(nnodes|nproc_per_node)=\d", word))
-                train.accumulation_steps(replace(config, micro_batch_size=1) if
-                                         config.micro_batch_size == "auto" else config, W)
-                n += 1
+    commands = list(commands_of_train())
+    for W, words in commands:
+        with mock.patch.dict(os.environ, dict(RANK="0") if "torchrun" in words else {}):
+            config = checked_flags(words)
+        if config.micro_batch_size == "auto":
+            config.micro_batch_size = 1
+        train.accumulation_steps(config, W)
     docker = pasted("# Dockerfile")
     instructions = re.findall(r"^([A-Z]+) (.*)$", docker, re.MULTILINE)
     assert [name for name, _ in instructions] == ["FROM", "WORKDIR", "COPY", "RUN", "CMD"]
@@ -4576,20 +4605,7 @@ def readme_commands_are_valid():
     for pattern in copied.split()[:-1]:
         assert list(HERE.glob(pattern)), pattern
     checked_flags(json.loads(command))
-    return f"{n} command lines of train.py, a Dockerfile", 0.0
-
-
-def commands_of_train():
-    """(W, flags) of every command in the README that runs train.py on one machine, in order."""
-    text = (HERE / "README.md").read_text()
-    for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        for line in block.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if "train.py" in words and not any(word.startswith("--nnodes") for word in words):
-                at = words.index("train.py")
-                [W] = [int(word.split("=")[1]) for word in words[:at]
-                       if word.startswith("--nproc_per_node")] or [1]
-                yield W, words[at + 1:]
+    return f"{len(commands)} command lines of train.py, a Dockerfile", 0.0
 
 
 def shortened(flags):
@@ -4613,7 +4629,8 @@ def shortened(flags):
 def readme_commands_run(every):
     """Every command of the README that runs train.py on one machine ends well, one after the other
     in one folder, with a smaller model and fewer steps."""
-    commands = list(commands_of_train())[::every]
+    commands = [(W, words[words.index("train.py") + 1:]) for W, words in commands_of_train()
+                if not any(word.startswith("--nnodes") for word in words)][::every]
     with tempfile.TemporaryDirectory() as parent:
         folder = pathlib.Path(parent)
         for name in ("my.txt", "tinyshakespeare.txt"):
@@ -4671,43 +4688,59 @@ def code_lines(text):
                for n, line in enumerate(text.splitlines(), start=1))
 
 
+def definitions(text):
+    """{name, or Class.name: line} of all classes, functions and methods of a module."""
+    found = {}
+    for node in ast.parse(text).body:
+        for inner, prefix in ((node, ""), *((n, node.name + ".") for n in
+                                            (node.body if isinstance(node, ast.ClassDef) else ()))):
+            if isinstance(inner, ast.ClassDef | ast.FunctionDef):
+                found[prefix + inner.name] = inner.lineno
+    return found
+
+
 @check([dict(W=1)])
 def readme_leads_there():
     """Sizes of files, links to lines, files and headings in the README are right."""
     text = (HERE / "README.md").read_text()
     sizes = re.findall(r"^\| \[`(\S+)`\]\(\1\) \| ([\d,]+)(?: \(([\d,]+)\))? \|", text, re.M)
-    assert {name for name, *_ in sizes} == {"bench.sh", *(path.name for path in HERE.glob("*.py"))}
+    assert [name for name, *_ in sizes] == ["model.py", "ddp.py", "zero.py", "train.py",
+                                            "verify.py", "bench.sh"]
     for name, n_lines, n_code in sizes:
         source = (HERE / name).read_text()
         counted = f"{source.count(chr(10)):,}", f"{code_lines(source):,}" if n_code else ""
         assert counted == (n_lines, n_code), f"{name} has {counted} lines, not {n_lines, n_code}"
     links = re.findall(r"\[`([\w.]+)`\]\((\w+\.py)#L(\d+)\)", text)
     for name, file, number in links:
-        own = name if name.startswith("nn.") else name.rpartition(".")[2]
-        where = [n for n, line in enumerate((HERE / file).read_text().splitlines(), start=1)
-                 if re.match(rf"\s*(def|class|.* =) {re.escape(own)}\b", line)]
-        assert int(number) in where, f"[`{name}`]({file}#L{number}): it is in line {where}"
+        line = (HERE / file).read_text().splitlines()[int(number) - 1]
+        there = f"= {name}(" in line if name.startswith("nn.") else (
+            definitions((HERE / file).read_text()).get(name) == int(number))
+        assert there, f"[`{name}`]({file}#L{number}): it is not in this line: {line}"
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
-                for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+                for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)]
+    for target in re.findall(r"\]\(([^)]+)\)", prose):
         file, _, heading = target.partition("#")
         assert "://" in target or (HERE / file).exists(), f"{target} is not there"
         assert file or heading in headings, f"{target} is no heading"
+    _, head, table = text.partition("\ncheck ")
+    *shown, end = [line.split()[0] for line in table.partition("```")[0].splitlines()[1:]]
+    assert head and end.isdigit() and set(shown) - {"..."} <= globals().keys(), (shown, end)
     return f"{len(sizes)} sizes, {len(links)} links to definitions", 0.0
 
 
-def not_caught(file, text, name, quoted):
+def not_caught(file, text, name, quotes=()):
     """What to say unless, in a copy of the tree in which file has this text, the check `name` fails
-    with the words quoted."""
+    with all the words quoted."""
     with tempfile.TemporaryDirectory() as folder:
         for path in (*HERE.glob("*.py"), HERE / "bench.sh", HERE / "README.md"):
-            shutil.copy(path, folder)
+            shutil.copyfile(path, pathlib.Path(folder, path.name))  # without its mode: read-only
         pathlib.Path(folder, file).write_text(text)
         done = subprocess.run([sys.executable, "verify.py", name], cwd=folder, text=True,
                               capture_output=True)
     failed = re.search(rf"^{name} .*FAILED", done.stdout, re.MULTILINE)
-    if not failed or quoted not in done.stdout:
-        return f"{file}, {name}, {quoted}: {done.stdout}{done.stderr[-500:]}"
+    if not failed or not all(words in done.stdout for words in quotes):
+        return f"{file}, {name}, {quotes}: {done.stdout}{done.stderr[-500:]}"
 
 
 @check([dict(W=1, every=100)], full=[dict(W=1, every=1)], limit_s=1200)
@@ -4716,11 +4749,12 @@ def readme_breaks_are_caught(every):
     names fails, with the words that it quotes."""
     edits = []
     for line, instead, seen, name in rows_of_readme("Break it yourself"):
-        file, number, old = re.fullmatch(r"\[(\S+):\d+\]\(\1#L(\d+)\) `(.*)`", line).groups()
+        file, number, old = re.fullmatch(r"\[(\S+):(\d+)\]\(\1#L\2\) `(.*)`", line).groups()
         lines = (HERE / file).read_text().splitlines(keepends=True)
         assert old in lines[int(number) - 1], f"{file}, line {number}: there is no {old}"
         lines[int(number) - 1] = lines[int(number) - 1].replace(old, instead.strip("`"))
-        edits.append((file, "".join(lines), name.strip("`"), re.findall("`(.*?)`", seen)[-1]))
+        edits.append((file, "".join(lines), name.strip("`"), re.findall("`(.*?)`", seen)))
+        assert edits[-1][3], f"line {number} of {file}: no words quoted"
         assert edits[-1][2] in globals(), f"there is no check {name}"
     problems = list(filter(None, on_both_cores(not_caught, *zip(*edits[::every]))))
     assert not problems, problems
@@ -4745,13 +4779,14 @@ def readme_exercises_have_checks(every):
     """Without any function that the README's exercises delete, the check that the row names fails.
     """
     cases = []
-    for functions, _, name in rows_of_readme("Exercises"):
-        assert name.strip("`") in globals(), f"there is no check {name}"
-        for function, file, number in re.findall(r"\[`(\S+)`\]\((\S+)#L(\d+)\)", functions):
-            cases.append((file, without_body(function, file, number), name.strip("`"), ""))
+    for functions, _, checks in rows_of_readme("Exercises"):
+        links = re.findall(r"\[`(\S+)`\]\((\S+)#L(\d+)\)", functions)
+        for name, function in itertools.product(re.findall(r"`(\w+)`", checks), links):
+            assert name in globals(), f"there is no check {name}"
+            cases.append((function[1], without_body(*function), name))
     problems = list(filter(None, on_both_cores(not_caught, *zip(*cases[::every]))))
     assert not problems, problems
-    return f"{len(cases)} functions there, {len(cases[::every])} deleted", 0.0
+    return f"{len(cases)} pairs of function and check, {len(cases[::every])} tried", 0.0
 
 
 if __name__ == "__main__":
