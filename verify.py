@@ -3576,10 +3576,11 @@ exec {sys.executable} "$@"
     return "rows of single and ddp, planted failures, five refusals", 0.0
 
 
-BENCH = {"bits": ("--worlds", "1 2"), "modes": ("--worlds", "2", "--rounds", "1"),
-         "scaling": ("--worlds", "1 2", "--rounds", "1"), "tune": ("--rounds", "1"),
-         "options": ("--rounds", "1", "--modes", "ddp zero3"), "timeline": (),
-         "link": ("1gbit", "--rounds", "1")}
+BENCH = {"bits": ("--worlds", "2", "--modes", "zero3"), "timeline": ("--modes", "zero3"),
+         "modes": ("--worlds", "2", "--rounds", "1", "--modes", "zero3 torch-fsdp"),
+         "scaling": ("--worlds", "1 2", "--rounds", "1"), "link": ("1gbit", "--rounds", "1"),
+         "tune": ("--worlds", "1", "--rounds", "1"),
+         "options": ("--worlds", "1", "--rounds", "1", "--modes", "zero3")}
 
 
 @check([], full=[dict(W=1, command=command) for command in BENCH], limit_s=900)
@@ -3593,7 +3594,7 @@ def bench_commands_run(command):
         done = run_bench(folder, command, *BENCH[command], *small_bench(folder))
     assert done.returncode == 0 and "Failed" not in done.stdout, done.stdout + done.stderr
     n_rows = len(re.findall(r"^(?:\| |    .* :)", done.stdout, re.MULTILINE))
-    assert n_rows > 3, done.stdout
+    assert n_rows > 1, done.stdout  # more than a head
     return f"{command}: {n_rows} rows", 0.0
 
 
