@@ -1832,6 +1832,9 @@ def clipping_over_shards():
     norm = clip_gradients_(wholes, 1.0)
     assert abs(norm - exact) < 1e-12 * exact
     same_bits(dict(enumerate(by_hand)), dict(enumerate(wholes)))
+    small = torch.full((4,), 1e-6)  # where the 1e-6 beside the norm tells
+    clip_gradients_([small], 1e-6)
+    assert torch.allclose(small, torch.full((4,), 1e-6 / 3), rtol=1e-5)
     norm_of_shards = clip_gradients_(shards, 1.0, dist.group.WORLD)
     assert abs(norm - norm_of_shards) < 1e-12 * norm and abs(norm - by_torch) < 1e-5 * norm
     for t, shard, p in zip(wholes, shards, parameters):
