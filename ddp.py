@@ -708,6 +708,18 @@ class DDP(Reducer):
         a float64 scalar, the same on every rank."""
         return clip_gradients_([p.grad for p in self._names if p.grad is not None], max_norm)
 
+    # what ZeRO's wrappers have too: here each rank has everything
+
+    shard_group = None  # the ranks that parameters are cut up over
+
+    def full_parameters(self):
+        """Yield (original name, whole parameter), a tied one once."""
+        yield from ((name, p.detach()) for name, p in self.module.named_parameters())
+
+    def shard_starts(self):
+        """{original name: where this rank's part begins in the parameter, in elements}: 0."""
+        return dict.fromkeys((name for name, _ in self.module.named_parameters()), 0)
+
 
 def inside_a_backward():
     """Whether this thread is in the middle of the backward of a Python autograd.Function."""

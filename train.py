@@ -1454,6 +1454,8 @@ def evaluate(model, batches, config, worker):
             _, loss = model(*worker.to_device(*micro_batch))
         if index < n:
             losses[index] = loss
+    if config.mode == "torch-fsdp":  # or its root stays whole, and is saved without Adam's state
+        model.reshard()
     model.train()
     return worker.reduce(losses).mean().item()
 
