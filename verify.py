@@ -77,6 +77,10 @@ STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 
 # -------------------------------------------------------------------------------------------------
 # the frame: checks, ranks, the table
+#
+# `check` puts rows on a function, `Ranks` holds W processes that run it together, `run_rows` takes
+# the rows one after the other and prints a line for each. Starting a rank costs more than most
+# checks, hence the groups that stay.
 
 
 def check(*rows, full=(), limit_s=60):
@@ -126,7 +130,11 @@ def attempt(function, arguments):
 
 
 class Ranks:
-    """W processes in one gloo group, started at once, reused for any number of checks."""
+    """W processes in one gloo group, started at once, reused for any number of checks.
+
+    Each is the only worker of a pool, so that a call can be sent to all of them and awaited with a
+    time limit. A worker that dies breaks its pool, which is how that is noticed.
+    """
 
     def __init__(self, W):
         self.folder = tempfile.mkdtemp()
@@ -135,15 +143,14 @@ class Ranks:
         self.pids = [future.result() for future in [pool.submit(os.getpid) for pool in self.pools]]
 
     def run(self, function, arguments, limit_s):
-        """function(**arguments) on every rank -> what rank 0 returns. Raises AssertionError, after
-        which the ranks are dead: some may have been inside a collective."""
+        """function(**arguments) on every rank -> what rank 0 returns. Raises what has failed; then the
+        ranks are of no more use, as some may be inside a collective."""
         futures = [pool.submit(attempt, function, arguments) for pool in self.pools]
         wait(futures, limit_s, FIRST_EXCEPTION)
         done, _ = wait(futures, 1)  # the others' view, if they have one
         problems = [future.exception() if future in done else f"no answer within {limit_s} s"
                     for future in futures]
         if any(problems):
-            self.kill()
             raise AssertionError("; ".join(f"rank {r}: {p}" for r, p in enumerate(problems) if p))
         return futures[0].result()
 
@@ -171,8 +178,8 @@ def run_rows(rows):
             try:
                 missing = groups[W].run(function, arguments, function.limit_s)
                 outcome, text = "skipped" if missing else "passed", missing or text
-            except AssertionError as error:
-                del groups[W]
+            except Exception as error:  # a rank may also have died since the last check
+                groups.pop(W).kill()
                 outcome, text = "failed", f"FAILED {text}\n    {error}"
             outcomes[outcome] += 1
             took_s = time.monotonic() - start_s
@@ -251,7 +258,11 @@ COLLECTIVES = ("recv", "broadcast", "allreduce", "allgather", "all_gather_single
 
 @contextmanager
 def every_collective(note):
-    """Call note(operation, its tensors) before each, in whichever thread."""
+    """Call note(operation, its tensors) before each, in whichever thread.
+
+    All of torch.distributed goes through these methods of ProcessGroup, whatever the function that
+    a script calls: so what a wrapper sends can be counted without knowing how it sends it.
+    """
     def tapped(name, real):
         def tap(group, tensors, *arguments, **options):
             note(name, tensors)
@@ -269,7 +280,10 @@ def small_gpt(**options):
 
 
 def live_bytes():
-    """Bytes of all tensors that Python can reach, each storage once."""
+    """Bytes of all tensors that Python can reach, each storage once.
+
+    Exact where the resident set of a process is noise: it counts pages, and allocators keep them.
+    """
     gc.collect()
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors
@@ -277,8 +291,11 @@ def live_bytes():
 
 
 # -------------------------------------------------------------------------------------------------
-# the zoo: modules as people have them. forward(x, turn) -> a scalar; x is (3, 5), and what a module
-# uses may depend on the turn, 0, 1 or 2, which differs from rank to rank
+# the zoo: modules as people have them
+#
+# forward(x, turn) returns a scalar. x is (3, 5). The turn is 0, 1 or 2 and differs from rank to
+# rank; some modules use other parameters, or other units, in another turn. They are tiny, since
+# what goes wrong goes wrong at any size, and buckets of 1 kB stand for those of 25 MB.
 
 
 class Tokens(nn.Module):
@@ -413,6 +430,11 @@ def loss_of(call, step, sample):
 
 # -------------------------------------------------------------------------------------------------
 # the oracle: a module trained in two ways, by the same bits
+#
+# `trained` makes two steps of a module in some way and returns what it has come to: parameters
+# after the first update, and gradients before the second. Gradients have to be compared too: Adam
+# divides by their size, so it hides a sum in place of a mean. `parity` compares two ways with
+# torch.equal. Everything else in this section is tables of ways, and of rows.
 
 
 def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, except on NCCL
@@ -532,6 +554,8 @@ def clip_by_hand(parameters, max_norm):
 def state_of(call):
     """{name: whole parameter, name.grad: gradient}, of any wrapper. A collective.
 
+    A gradient that is None has no key, so which ones are None is compared as well.
+
     Ranks have to agree. Gradients are sorted: shards may be cut in the order of memory or of rows,
     and a gradient out of place shows in the next parameters.
     """
@@ -561,6 +585,10 @@ def trained(kind, name, scenario=None, accumulation=1, clip=0, optimizer="adamw"
             steps=2, compiled=False, buffers=False, late=lambda: None):
     """Train a module of the zoo -> `state_of` it before the last update.
 
+    kind: a name in WRAPPERS. scenario: one in Scenarios, in place of micro-steps.
+    accumulation: micro-steps of a rank and step. clip: largest norm, 0 for none.
+    steps: updates and one. compiled: torch.compile of each block of the GPT.
+    buffers: whether buffers count, which differ from rank to rank.
     dealt: every micro-step averages, into what is there, as one process accumulates; otherwise all
     but the last are in no_sync(). A rank's a-th micro batch is number a W + rank of the step.
     """
@@ -886,8 +914,9 @@ def memory_is_the_formulas(stage, shard_size=None):
     # Units more: whole ones; gradients that autograd makes, that arrive, and that wait in buckets.
     whole = 2 * (stage == "zero3")
     for phase, least, more in (("built", parameters, 1), ("step", held, 1),
-                               ("forward", held, 1 + whole), ("full_backward", held, 5 + whole)):
-        assert 0.97 * least <= found[phase] <= 1.01 * least + (more + 0.7) * unit, (
+                               ("forward", held, 1 + whole),
+                               ("full_backward", held, whole + (1 if stage == "zero1" else 4))):
+        assert 0.97 * least <= found[phase] <= 1.01 * least + (more + 0.3) * unit, (
             f"{phase}: {found[phase]:,} bytes, expected {least:,.0f} and {more} units of {unit:,}")
     del call, optimizer
     assert live_bytes() - before <= 4096, f"{live_bytes() - before} bytes are left"
@@ -900,7 +929,8 @@ def on_meta(build):
 
 def fillable():
     """Layers that initialise themselves, with buffers, inside and outside of units."""
-    return nn.Sequential(nn.ModuleList([nn.Linear(5, 5), nn.BatchNorm1d(5)]), nn.Linear(5, 2))
+    norm = nn.BatchNorm1d(5, affine=False)  # of buffers alone
+    return nn.Sequential(nn.ModuleList([nn.Linear(5, 5), norm]), nn.Linear(5, 2))
 
 
 def fill(m):
@@ -1067,6 +1097,10 @@ def model_is_as_named():
 
 # -------------------------------------------------------------------------------------------------
 # train.py: runs, and faults planted in them
+#
+# A run is `python train.py FLAGS`, or what torchrun makes of it, in processes forked from the
+# server. Before train.py begins, a plant may change what it finds: an optimizer whose second update
+# kills the process, a loss that becomes nan. A plant is a function that can be pickled.
 
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, global_batch_size=2,
             max_steps=4, lr=0.01, min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
@@ -1177,7 +1211,10 @@ def in_update(n, on_rank, act, *arguments):
 
 def spoil(function, calls, value):
     """Plant value in some calls of rank 1: with F.cross_entropy in the loss, whose gradients stay
-    sound; with F.embedding in one element of a gradient, and so in the shard of one rank."""
+    sound; with F.embedding in one element of a gradient, and so in the shard of one rank.
+
+    Both are what only one rank sees, while all have to decide alike.
+    """
     real, n = getattr(F, function), itertools.count(1)
 
     def spoiled(*arguments, **options):
@@ -1197,8 +1234,11 @@ def flip_a_bit(optimizer):
 
 
 # -------------------------------------------------------------------------------------------------
-# train.py: stories. A story is legs, each a run that goes on with what the one before has left. The
-# stories of a family end on the same bits and losses, those of another family on others.
+# train.py: stories
+#
+# A story is a list of legs, each a run that goes on with what the one before has left. Most have
+# one leg. All stories of a family have to end on the same bits, losses and sample text, those of
+# another family on others: so modes are compared, world sizes, options, resuming, and faults.
 
 MODES = "single", "naive", "ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-fsdp"
 
@@ -1214,7 +1254,10 @@ def chain(*legs, **options):
 
 
 def disturbed(mode, status, fact, *plant):
-    """A run of two ranks that ends in its second or third step, and one that goes on."""
+    """A run of two ranks that ends in its second or third step, and one that goes on.
+
+    status: of rank 0. fact: what its stderr has to match. plant: rank, function, arguments.
+    """
     options = dict(W=2, mode=mode, save_interval=1, timeout_s=3, resume="auto")
     return [dict(options, status=status, fact=fact, plant=partial(in_update, 2, *plant)), options]
 
@@ -1355,7 +1398,7 @@ def kill_9_under_torchrun_resumes(kills):
 
 
 # -------------------------------------------------------------------------------------------------
-# train.py: data, rates, memory, checkpoints
+# train.py: data, rates, and the files of a run
 
 
 def log_run(folder):
