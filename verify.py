@@ -143,8 +143,8 @@ class Ranks:
         self.pids = [future.result() for future in [pool.submit(os.getpid) for pool in self.pools]]
 
     def run(self, function, arguments, limit_s):
-        """function(**arguments) on every rank -> what rank 0 returns. Raises what has failed; then the
-        ranks are of no more use, as some may be inside a collective."""
+        """function(**arguments) on every rank -> what rank 0 returns. Raises what has failed; then
+        the ranks are of no more use, as some may be inside a collective."""
         futures = [pool.submit(attempt, function, arguments) for pool in self.pools]
         wait(futures, limit_s, FIRST_EXCEPTION)
         done, _ = wait(futures, 1)  # the others' view, if they have one
