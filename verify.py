@@ -911,11 +911,12 @@ def memory_is_the_formulas(stage, shard_size=None):
         call.zero_grad()
     parameters = psi / W if stage == "zero3" else psi
     held = parameters + (psi if stage == "zero1" else psi / W) + 2 * psi / W
-    # Units more: whole ones; gradients that autograd makes, that arrive, and that wait in buckets.
+    # Units more: whole ones; two gradients, and what of each arrives from the other ranks.
     whole = 2 * (stage == "zero3")
+    gradients = 1 if stage == "zero1" else 2 + 2 * (W - 1) / W
     for phase, least, more in (("built", parameters, 1), ("step", held, 1),
                                ("forward", held, 1 + whole),
-                               ("full_backward", held, whole + (1 if stage == "zero1" else 4))):
+                               ("full_backward", held, whole + gradients)):
         assert 0.97 * least <= found[phase] <= 1.01 * least + (more + 0.3) * unit, (
             f"{phase}: {found[phase]:,} bytes, expected {least:,.0f} and {more} units of {unit:,}")
     del call, optimizer
