@@ -1493,13 +1493,10 @@ def held_bytes(model, optimizer, n_params, config, worker):
 
     stage = STAGE.get(config.mode, 0)
     share = n_params / (config.shard_size or worker.world_size)  # Psi / N_d
-    cast_parameters, cast_gradients = (DTYPES[name].itemsize if name not in (None, "fp32") else 0
-                                       for name in (config.param_dtype, config.reduce_dtype))
-    expected = [
-        4 * share if stage == 3 else cast_parameters * n_params + 4 * share if cast_parameters
-        else 4 * n_params,
-        4 * share if stage >= 2 else cast_gradients * n_params + 4 * share if cast_gradients
-        else 4 * n_params,
+    is_cast = [name not in (None, "fp32") for name in (config.param_dtype, config.reduce_dtype)]
+    expected = [  # stages 1 and 2 hold 16-bit parameters beside their fp32 shards
+        4 * share if stage == 3 else 2 * n_params + 4 * share if is_cast[0] else 4 * n_params,
+        4 * share if stage >= 2 or is_cast[1] else 4 * n_params,
         8 * share if stage else 8 * n_params]
     return dict(zip(("parameters", "gradients", "optimizer state"), zip(held, expected)))
 

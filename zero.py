@@ -333,7 +333,7 @@ class Zero(Reducer):
 
     A stage has `_keeps_whole`, whether parameters stay whole; `_slot`, the memory they are in;
     `_begin_pass` and `_end_pass` around the outermost forward, and `_refresh` without one; `_open`,
-    which finds memory for gradients.
+    which finds memory for gradients, and `_gradient_is_in_flat`, whether it serves the shards too.
     """
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
@@ -707,6 +707,9 @@ class Zero(Reducer):
             self._spare.give(total)
         self._spare.give(bucket.room)
         bucket.room = None
+        if not self._gradient_is_in_flat(bucket):
+            self._spare.give(bucket.flat)
+            bucket.flat = None
         bucket.filled.clear()
 
     def _has_gradient(self, p):
@@ -907,15 +910,20 @@ class Zero1(Zero):
         self._gather_all()
         self._end_pass()
 
+    def _gradient_is_in_flat(self, bucket):
+        """Whether this rank's part of a bucket's flat buffer becomes its shard's gradient."""
+        return bucket.reduce_dtype == bucket.dtype and not self._offloads
+
     def _open(self, bucket):
         """A bucket gets its first gradient since it was last reduced."""
+        in_flat = self._gradient_is_in_flat(bucket)
         if bucket.flat is None:
             bucket.flat = self._new_flat(bucket)
-            in_place = bucket.reduce_dtype == bucket.dtype and not self._offloads
-            bucket.set_gradient(bucket.own(bucket.flat) if in_place else
+        if bucket.gradient is None:
+            bucket.set_gradient(bucket.own(bucket.flat) if in_flat else
                                 self._room_like(bucket.master))
-        for p in bucket.trained:  # not zeroed: to be added, but its memory is needed
-            if bucket.shards[p].grad is bucket.gradients[p]:
+        for p in bucket.trained if in_flat else ():
+            if bucket.shards[p].grad is bucket.gradients[p]:  # not zeroed: to be added later
                 bucket.shards[p].grad = bucket.gradients[p].clone()
 
 
@@ -932,15 +940,8 @@ class Zero2(Zero1):
     gradients are held, 4 Psi bytes, until the next backward outside.
     """
 
-    def _open(self, bucket):
-        bucket.flat = self._new_flat(bucket)
-        if bucket.gradient is None:
-            bucket.set_gradient(self._room_like(bucket.master))
-
-    def _reduced(self, bucket, contributions):
-        super()._reduced(bucket, contributions)
-        self._spare.give(bucket.flat)
-        bucket.flat = None
+    def _gradient_is_in_flat(self, bucket):
+        return False
 
     def _forget(self):
         super()._forget()
