@@ -34,7 +34,6 @@ import functools
 import gc
 import hashlib
 import importlib.util
-import inspect
 import itertools
 import json
 import math
@@ -189,7 +188,8 @@ def int_or_auto(text):
 
 def parse_args(argv):
     """Flags -> Config. Each field is a flag and its comment the help text. Raises UserError."""
-    comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(Config), re.MULTILINE))
+    source = pathlib.Path(__file__).read_text()  # inspect.getsource would parse all of it
+    comments = dict(re.findall(r"^    (\w+): .*? = .*?# (.*)$", source, re.MULTILINE))
     parser = OneLineParser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     for option in fields(Config):
         kinds = typing.get_args(option.type) or (option.type,)  # int | None -> (int, NoneType)
