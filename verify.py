@@ -1492,8 +1492,8 @@ def damaged_checkpoints_are_named():
         expected = finish(sound, 2, **options)["param_sha256"]
         names = sorted(path.name for path in (sound / newest).iterdir())
         two_at_a_time(try_out, *zip(*itertools.product(names, (flip, os.remove))))
-        two_at_a_time(lambda name, value, fact: refused(fact, sound, **{
-            **options, "resume": "auto", name: value}), *zip(*MISFITS))
+        for name, value, fact in MISFITS:  # one at a time: they share a folder
+            refused(fact, sound, **{**options, "resume": "auto", name: value})
 
 
 def contents(*folders):
