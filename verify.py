@@ -101,8 +101,8 @@ def fork_server():
     """Starts processes in 0.1 s, which find torch and all that train.py imports of it loaded."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([
-        "verify", "torch._dynamo", "torch.distributed.checkpoint", "tiktoken", "regex", "functorch.compile",
-        "torch.distributed.fsdp.sharded_grad_scaler"])
+        "verify", "torch._dynamo", "torch.distributed.checkpoint", "tiktoken", "regex",
+        "functorch.compile", "torch.distributed.fsdp.sharded_grad_scaler"])
     return context
 
 
