@@ -98,7 +98,11 @@ def grid(**axes):
 
 
 def fork_server():
-    """Starts processes in 0.1 s, which find torch and all that train.py imports of it loaded."""
+    """Starts processes in 0.02 s, which find loaded what checks and train.py import.
+
+    torch loads some of its parts late, torch.compile's take 2.5 s. Loaded here they cost that once,
+    not once on every rank. Of the two hundred processes of a run each saves half a second.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([
         "verify", "torch._dynamo", "torch.distributed.checkpoint", "tiktoken", "regex",
@@ -108,7 +112,11 @@ def fork_server():
 
 def join_group(rank, W, folder):
     """A rank's first act. Of more than four ranks there is one, in torch's fake group, which does
-    not communicate."""
+    not communicate.
+
+    The group's timeout is shorter than any check's limit: where one rank fails the others say what
+    they were waiting for, in place of "no answer".
+    """
     gc.freeze()  # `live_bytes` need not look at what imports have made
     os.setpgid(0, 0)  # to be killed together with the programs that it starts
     torch.set_num_threads(1)
@@ -118,7 +126,11 @@ def join_group(rank, W, folder):
 
 
 def attempt(function, arguments):
-    """function(**arguments) on a rank; what it raises in one line, with its place."""
+    """function(**arguments) on a rank; what it raises in one line, with its place.
+
+    Nothing is left of the check before: neither its random state nor its wrappers, whose hooks are
+    in reference cycles.
+    """
     torch.manual_seed(0)
     gc.collect()
     try:
@@ -144,7 +156,11 @@ class Ranks:
 
     def run(self, function, arguments, limit_s):
         """function(**arguments) on every rank -> what rank 0 returns. Raises what has failed; then
-        the ranks are of no more use, as some may be inside a collective."""
+        the ranks are of no more use, as some may be inside a collective.
+
+        The others get a second to say what they saw: the rank that is first to raise is often the
+        one that noticed, not the one to blame.
+        """
         futures = [pool.submit(attempt, function, arguments) for pool in self.pools]
         wait(futures, limit_s, FIRST_EXCEPTION)
         done, _ = wait(futures, 1)  # the others' view, if they have one
@@ -231,7 +247,10 @@ def raises(kind, pattern, function, *arguments, **options):
 
 
 def same_bits(reference, candidate, where=""):
-    """Assert that two {name: tensor} have the same names, shapes, dtypes and bits."""
+    """Assert that two {name: tensor} have the same names, shapes, dtypes and bits.
+
+    Of the sign of zero too, which torch.equal does not see: it shows where zeros are added up.
+    """
     others = reference.keys() ^ candidate.keys()
     assert not others, f"{where}only in one of both: {others}"
     for name, expected in reference.items():
@@ -302,7 +321,7 @@ def live_bytes():
 
 
 class Tokens(nn.Module):
-    """A GPT, whose embedding is its head."""
+    """A GPT, whose embedding is its head: used first and last, and its gradient arrives twice."""
 
     def __init__(self):
         super().__init__()
@@ -333,7 +352,11 @@ class Odd(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Layers in fp32, fp64 and bf16, and buffers that follow the batches of a rank."""
+    """Layers in fp32, fp64 and bf16, and buffers that follow the batches of a rank.
+
+    A bucket has one dtype, and gloo sums bf16 in bf16, where 256 + 1 = 256. A BatchNorm has other
+    statistics on each rank, unless rank 0's are sent before every forward, as torch DDP does.
+    """
 
     def __init__(self):
         super().__init__()
@@ -348,7 +371,10 @@ class Mixed(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual layer: a frozen weight, a trained correction of rank one, a parameter not used."""
+    """A residual layer: a frozen weight, a trained correction of rank one, a parameter not used.
+
+    In LoRA most parameters are frozen, so they are in no bucket, but stage 3 still gathers them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -367,6 +393,9 @@ class Blocks(nn.Module):
 
     at_once: so many blocks are recomputed together; tied: blocks share weights; frozen: blocks
     without a gradient.
+
+    Ranks have different turns, so some skip a block whose collectives the others take part in.
+    What is gathered when must then not depend on what a rank itself has used, or they deadlock.
     """
 
     def __init__(self, *orders, at_once=0, tied=False, frozen=()):
@@ -426,7 +455,8 @@ def fresh(name):
 
 
 def loss_of(call, step, sample):
-    """The loss of a micro batch, which is a function of the step and its place in it."""
+    """The loss of a micro batch, which is a function of the step and its place in it: however these
+    are dealt to ranks and micro-steps, they are the same."""
     generator = torch.Generator().manual_seed(1000 * step + sample)
     return call(torch.randn(3, 5, generator=generator), (step + sample) % 3)
 
@@ -444,6 +474,7 @@ def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, e
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
+# name -> (a function that makes the hook's state, the hook)
 HOOKS = {"bf16": (lambda: None, bf16_hook),
          "powersgd": (partial(powerSGD_hook.PowerSGDState, None, 2, 2, 0.5),
                       powerSGD_hook.powerSGD_hook),
@@ -482,6 +513,8 @@ WRAPPERS = {
     **{f"{name} {what}": partial(stage, **options) for name, stage in STAGES.items()
        for what, options in (("in ones", dict(shard_size=1)), ("in twos", dict(shard_size=2)),
                              ("bf16", BF16))}}
+# Not fused: that kernel computes the end of a tensor, which does not fill a vector register, by
+# other instructions, so a shard would not get the bits of the whole.
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, fused=False, foreach=False),
     "foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
@@ -495,6 +528,7 @@ def no_sync(call):
 
 
 def planted(*_):
+    """A hook that raises."""
     raise ZeroDivisionError("planted")
 
 
@@ -504,7 +538,7 @@ class Scenarios:
     call: a module or its wrapper; loss(i): that of the i-th micro batch of this rank.
     """
 
-    def two_forwards(call, loss):
+    def two_forwards(call, loss):  # contrastive losses and GANs; nothing may be freed in between
         (loss(0) + loss(2)).backward()
 
     def forwards_between(call, loss):
@@ -516,10 +550,10 @@ class Scenarios:
         call.zero_grad()
         found.backward()
 
-    def plain_module(call, loss):
+    def plain_module(call, loss):  # as in model.module.generate(): hooks are on the module
         getattr(call, "module", call)(torch.ones(3, 5), dist.get_rank() % 3).backward()
 
-    def exceptions(call, loss):
+    def exceptions(call, loss):  # a script that catches "out of memory" and goes on
         part = next(m for m in call.modules() if isinstance(m, (Block, Odd)))
         with part.register_forward_hook(planted):
             raises(ZeroDivisionError, "planted", loss, 0)
@@ -546,7 +580,8 @@ class Scenarios:
 
 
 def clip_by_hand(parameters, max_norm):
-    """Clipping as in all modes: the norm in float64, the factor rounded to fp32 once."""
+    """Clipping as in all modes: the norm in float64, the factor rounded to fp32 once. In float64
+    the squares of shards add up to those of the whole, in whichever order, up to that rounding."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
     norm = torch.stack(norms).square().sum().sqrt()
@@ -721,7 +756,11 @@ def options_change_no_bit(reference="naive", **case):
 @check(*grid(W=(1, 2, 3, 4)))
 def sums_are_in_rank_order():
     """An element's contributions are scaled, then added in rank order, wherever it stands; 16-bit
-    ones in fp32."""
+    ones in fp32.
+
+    By hand that is ((g0 + g1) + g2) + g3. A ring adds each chunk in another order, and torch.sum
+    regroups from five contributions on: both would tie the bits to the layout of a bucket.
+    """
     rank, W = dist.get_rank(), dist.get_world_size()
     nine = torch.randn(9, 50, generator=torch.Generator().manual_seed(0))
     by_hand = reduce(torch.add, nine)
@@ -744,7 +783,11 @@ def sums_are_in_rank_order():
 @check(*grid(W=(2, 3)))
 def ddp_overlaps():
     """The first bucket is summed before the last gradient exists; each bucket costs its collectives
-    and a backward one more."""
+    and a backward one more.
+
+    Seen without a clock: the hook of the last gradient does not return until the first one has
+    become the mean. A wrapper that communicates after the backward would wait for ever.
+    """
     rank, W, sent, last_s = dist.get_rank(), dist.get_world_size(), Counter(), []
     module = nn.Sequential(*(nn.Linear(30, 30) for _ in range(8)))
     call, x, first = DDP(module, bucket_cap_mb=1e-6), torch.ones(3, 30) * rank, module[7].weight
@@ -787,7 +830,8 @@ def ddp_keeps_one_gradient():
 
 @check(*grid(W=(1, 2)))
 def top_k_loses_nothing():
-    """What top-k has applied and what it keeps add up to all gradients."""
+    """What top-k has applied and what it keeps add up to all gradients: error feedback, without
+    which the small ones would never be applied."""
     W, rank, missing = dist.get_world_size(), dist.get_rank(), Counter()
     state, module, plain = TopKState(0.1), fresh("gpt"), fresh("gpt")
     call = DDP(module, bucket_cap_mb=0.005)
@@ -866,7 +910,11 @@ class Chain(nn.Module):
 @check(*grid(W=(2,), stage=STAGES), dict(W=3, stage="zero3"), full=grid(W=(2, 3, 4), stage=STAGES))
 def traffic_is_the_formulas(stage):
     """A rank receives what its stage says: gradients once, parameters once, in stage 3 twice but
-    for the root and the last two units; half the bytes in bf16; no gradients in no_sync()."""
+    for the root and the last two units; half the bytes in bf16; no gradients in no_sync().
+
+    In units of psi (W - 1) / W elements that is 2, and 3 less the units that are still whole when
+    the backward begins: ZeRO paper, arXiv 1910.02054, section 7.
+    """
     share, n, x = 1 - 1 / dist.get_world_size(), 8, torch.ones(3, 48)
     unit, root = 4 * 48 * 48, 4 * 64  # bytes
     psi, found = n * unit + root, Counter()
@@ -895,7 +943,11 @@ def traffic_is_the_formulas(stage):
        dict(W=4, stage="zero3", shard_size=2))
 def memory_is_the_formulas(stage, shard_size=None):
     """After construction, a backward and a step a rank holds what the paper's formula says, at 1024
-    ranks too; inside forward and backward a few units more, and nothing when all is over."""
+    ranks too; inside forward and backward a few units more, and nothing when all is over.
+
+    Bytes in fp32 with Adam: 8 psi + 8 psi/W, 4 psi + 12 psi/W, 16 psi/W (arXiv 1910.02054, figure
+    1). What is found above it is kept twice, gathered too early, or held by a reference left over.
+    """
     W, n, width = shard_size or dist.get_world_size(), 12, 64
     unit, before, found = 4 * width * width, live_bytes(), {}
     psi = n * unit + 4 * 64
@@ -990,7 +1042,11 @@ def state_dicts_round_trip(stage):
 @check(dict(W=2, stage="zero1"), dict(W=3, stage="zero3"), full=grid(W=(2, 3), stage=STAGES))
 def buffers_given_back_are_read(stage):
     """What a rank still sends to slower ones is overwritten neither by the units that come next nor
-    by new values of its shards."""
+    by new values of its shards.
+
+    One rank runs ahead, skips all units and clears its shards at once, while the others are still
+    asleep. gloo reads a buffer when the receiver asks for it, so an early reuse sends zeros.
+    """
     x, module = torch.randn(2, 256), Chain(6, 256)
     with torch.no_grad():
         for ahead in range(dist.get_world_size()):
@@ -1104,6 +1160,8 @@ def model_is_as_named():
 # server. Before train.py begins, a plant may change what it finds: an optimizer whose second update
 # kills the process, a loss that becomes nan. A plant is a function that can be pickled.
 
+# A rate so high, and constant, that any difference shows in the hash after four steps. Everything
+# is evaluated and compared over ranks in each of them.
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, global_batch_size=2,
             max_steps=4, lr=0.01, min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
             sample_tokens=4, save_interval=0, check_interval=1, dataset=HERE / "model.py")
@@ -1131,7 +1189,8 @@ def run_train(out_dir, W=1, plant=int, argv=None, **options):
     the server, which takes a tenth of the time. -> codes, stdout, stderr by rank.
 
     plant: called first on every rank. argv: instead of options. As torchrun, sends SIGTERM to the
-    others once a rank has failed, and SIGKILL to what is left 8 s later, or after a minute in all.
+    others once a rank has failed, and SIGKILL to what is left 8 s later, or after a minute in all:
+    a run that hangs shows as exit codes of -9.
     """
     folder, processes = pathlib.Path(tempfile.mkdtemp()), []
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -1200,7 +1259,11 @@ def this_rank():
 
 
 def in_update(n, on_rank, act, *arguments):
-    """Plant act(*arguments), or act(optimizer) without any, on a rank before its n-th update."""
+    """Plant act(*arguments), or act(optimizer) without any, on a rank before its n-th update.
+
+    AdamW.step is what every mode calls once in a step, between the collectives of the backward and
+    those of the next forward, so the others wait for the rank to which something happens here.
+    """
     update, calls = torch.optim.AdamW.step, itertools.count(1)
 
     def step(optimizer, *closure):
@@ -1304,6 +1367,7 @@ FAMILIES = {
             for mode in MODES[1:]],
     "inf": [one(2, mode, plant=partial(spoil, "embedding", (2, 3), math.inf), dtype="fp16")
             for mode in MODES[1:]]}
+# The stories of a family that run without --full; in "two" all faults.
 SAMPLED = {"in order": [0, 7, 9, 14], "ranks first": [2, 4], "two": [0, *range(8, 20)],
            **dict.fromkeys(("every mode", "every W", "three", "largest micro batch",
                             "param_dtype bf16", "reduce_dtype bf16"), [0, 1]),
@@ -1332,7 +1396,11 @@ def tell(folder, legs):
 
 
 def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **options):
-    """Assert that metrics.jsonl, RESULT, traces and memory are as documented."""
+    """Assert that metrics.jsonl, RESULT, traces and memory are as documented.
+
+    A step that was skipped, for a nan or an inf, has no loss or norm and leaves the parameters'
+    norm as it was. Memory may exceed its formula by 2 %, the rounding of shards.
+    """
     entries = lines_of(folder / "metrics.jsonl")
     assert [entry["step"] for entry in entries] == list(range(1, max_steps + 1))
     for before, entry in zip([{}, *entries], entries):
@@ -1526,6 +1594,7 @@ def out_dir_keeps_what_counts():
 # train.py: mistakes, and what it hands on
 
 # Command lines that end with one line, which names the file or, where there is none, the flag.
+# Adding one costs a third of a second. DATA is a folder of good and bad texts, made by the check.
 BAD = """--no_such_flag=1 | --lr=fast | --lr=nan | --lr=-1 | --max_steps=0 | --max_steps=1.5
 --mode=zero9 | --dtype=fp8 | --model=gpt5 | --bucket_cap_mb=0 | --seed=99999999999999999999
 --global_batch_size=3 --micro_batch_size=2 | --n_head=3 | --n_kv_head=3 | --tokenizer=gpt9
@@ -1696,7 +1765,8 @@ def readme_commands_run(every):
 
 
 def is_caught(file, old, new, name):
-    """Whether a check fails in a copy of the tree in which a file has new for old."""
+    """Whether a check fails in a copy of the tree in which a file has new for old: a check that
+    passes on broken code is worth nothing."""
     text = (HERE / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} times {old}"
     with temporary() as folder:
