@@ -41,12 +41,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
 from collections import Counter
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, reduce
 from unittest import mock
 
@@ -110,6 +111,12 @@ def fork_server():
     return context
 
 
+def end_with_parent():
+    """Where verify.py is killed nothing is closed that a waiting rank would notice."""
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
 def join_group(rank, W, folder):
     """A rank's first act. Of more than four ranks there is one, in torch's fake group, which does
     not communicate.
@@ -119,6 +126,7 @@ def join_group(rank, W, folder):
     """
     gc.freeze()  # `live_bytes` need not look at what imports have made
     os.setpgid(0, 0)  # to be killed together with the programs that it starts
+    threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     store = FakeStore() if W > 4 else dist.FileStore(f"{folder}/store", W)
     dist.init_process_group("fake" if W > 4 else "gloo", store=store, rank=rank, world_size=W,
@@ -164,8 +172,7 @@ class Ranks:
         futures = [pool.submit(attempt, function, arguments) for pool in self.pools]
         wait(futures, limit_s, FIRST_EXCEPTION)
         done, _ = wait(futures, 1)  # the others' view, if they have one
-        problems = [future.exception() if future in done else f"no answer within {limit_s} s"
-                    for future in futures]
+        problems = [future.exception() if future in done else "no answer" for future in futures]
         if any(problems):
             raise AssertionError("; ".join(f"rank {r}: {p}" for r, p in enumerate(problems) if p))
         return futures[0].result()
@@ -187,20 +194,20 @@ def run_rows(rows):
 
     def run_next(rows):
         groups = {}
-        for function, row in rows:
+        for f, row in rows:
             arguments, start_s = dict(row), time.monotonic()
             W = arguments.pop("W")
-            groups[W] = groups.get(W) or Ranks(W)
             text = ", ".join(f"{key} {value}" for key, value in arguments.items())
             try:
-                missing = groups[W].run(function, arguments, function.limit_s)
+                groups[W] = groups.get(W) or Ranks(W)
+                missing = groups[W].run(f, arguments, f.limit_s)
                 outcome, text = "skipped" if missing else "passed", missing or text
             except Exception as error:  # a rank may also have died since the last check
-                groups.pop(W).kill()
+                if W in groups:
+                    groups.pop(W).kill()
                 outcome, text = "failed", f"FAILED {text}\n    {error}"
             outcomes[outcome] += 1
-            took_s = time.monotonic() - start_s
-            print(f"{function.__name__:34s} {W:4d} {took_s:7.1f}  {text}", flush=True)
+            print(f"{f.__name__:34s} {W:4d} {time.monotonic() - start_s:7.1f}  {text}", flush=True)
         for ranks in groups.values():
             ranks.kill()
 
@@ -228,6 +235,7 @@ def main():
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
                       TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore",
                       PYTHONPATH=os.pathsep.join(sys.path))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all, not the row that is under way
     rows = [(f, row) for f in chosen for row in (f.full_rows if options.full else f.rows)]
     return 1 if run_rows(rows) else 0
 
@@ -587,6 +595,7 @@ def clip_by_hand(parameters, max_norm):
     norm = torch.stack(norms).square().sum().sqrt()
     for gradient in gradients:
         gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).float())
+    return norm
 
 
 def state_of(call):
@@ -619,12 +628,13 @@ def state_of(call):
     return {**{key: torch.from_numpy(t) for key, t in joined.items()}, **whole}
 
 
-def trained(kind, name, scenario=None, accumulation=1, clip=0, optimizer="adamw", dealt=False,
-            steps=2, compiled=False, buffers=False, late=lambda: None):
-    """Train a module of the zoo -> `state_of` it before the last update.
+def trained(kind, name, scenario=None, accumulation=1, clip=math.inf, optimizer="adamw",
+            dealt=False, steps=2, compiled=False, buffers=False, late=lambda: None):
+    """Train a module of the zoo -> `state_of` it before the last update, and the norm that clipping
+    returned, in fp32: in float64 the squares of shards add up in another order.
 
     kind: a name in WRAPPERS. scenario: one in Scenarios, in place of micro-steps.
-    accumulation: micro-steps of a rank and step. clip: largest norm, 0 for none.
+    accumulation: micro-steps of a rank and step. clip: largest norm.
     steps: updates and one. compiled: torch.compile of each block of the GPT.
     buffers: whether buffers count, which differ from rank to rank.
     dealt: every micro-step averages, into what is there, as one process accumulates; otherwise all
@@ -658,9 +668,8 @@ def trained(kind, name, scenario=None, accumulation=1, clip=0, optimizer="adamw"
                     (loss / (W * accumulation if alone else accumulation)).backward()
         if kind == "naive":
             average_gradients(module)
-        if clip:
-            getattr(call, "clip_grad_norm_", partial(clip_by_hand, parameters))(clip)
-    return {**state_of(call), **{name: t for name, t in call.named_buffers() if buffers}}
+        norm = getattr(call, "clip_grad_norm_", partial(clip_by_hand, parameters))(clip)
+    return {**state_of(call), "norm": norm.float(), **dict(call.named_buffers() if buffers else ())}
 
 
 def parity(reference, candidates, modules=tuple(ZOO), optimizer="adamw",
@@ -697,7 +706,7 @@ IN_FP32 = tuple(name for name in ZOO if name != "mixed")
        dict(NAIVE, W=4, modules=("experts",)), dict(ALONE, W=2), dict(DEALT, W=2, modules=("gpt",)),
        dict(ALONE, W=4, modules=("again",)), dict(DEALT, W=4, modules=("skipping",)),
        full=[*(dict(NAIVE, **row) for row in grid(W=(1, 2, 3, 4), accumulation=(1, 2, 4),
-                                                  clip=(0, 0.05))),
+                                                  clip=(math.inf, 0.05))),
              *(dict(base, W=W, modules=IN_FP32) for base in (ALONE, DEALT) for W in (1, 2, 4))],
        limit_s=120)
 def ours_are_naive(**case):
@@ -857,8 +866,8 @@ CHANGES = ((lambda m: m.first.double(), "first.weight"),
 
 @check(*grid(W=(2, 3)))
 def mistakes_are_named():
-    """Ranks whose modules differ all raise, naming the first difference; so do unused parameters, a
-    double backward and groups that cannot be. The next wrapper works."""
+    """Ranks whose modules differ all raise, naming the first difference; so do unused parameters
+    and a double backward. The next wrapper works."""
     rank, x = dist.get_rank(), torch.ones(3, 5)
     for wrap in (our_ddp, Zero1, Zero3):
         for change, name in CHANGES:
@@ -873,7 +882,6 @@ def mistakes_are_named():
         text = raises(RuntimeError, "never.weight", call(x, turn).backward)
         assert set(re.findall(r"(never|sometimes)\.weight", text)) == parts, text  # on every rank
         call.zero_grad()
-    raises(ValueError, "5", Zero2, fresh("lora"), shard_size=5)
 
 
 @check(dict(W=2, wrap="ddp"), dict(W=3, wrap="zero1", missing="forward"), dict(W=3, wrap="zero3"))
@@ -886,7 +894,7 @@ def missing_rank_is_named(wrap, missing="backward"):
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(2)  # alive, and that is all
     else:
-        raises(RuntimeError, r"last\.|layers\.\d|root|bucket|backward", act)
+        raises(RuntimeError, r"(first|last|layers\.\d)\b|the root|this backward", act)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1179,7 +1187,6 @@ def execute(argv, folder, environment, plant):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ.update(environment)
     sys.argv = ["train.py", *map(str, argv)]
-    gc.freeze()
     plant()
     runpy.run_path(str(HERE / "train.py"), run_name="__main__")
 
@@ -1323,8 +1330,9 @@ def disturbed(mode, status, fact, *plant):
 
     status: of rank 0. fact: what its stderr has to match. plant: rank, function, arguments.
     """
-    options = dict(W=2, mode=mode, save_interval=1, timeout_s=3, resume="auto")
-    return [dict(options, status=status, fact=fact, plant=partial(in_update, 2, *plant)), options]
+    options = dict(W=2, mode=mode, save_interval=1, resume="auto")
+    plant = partial(in_update, 2, *plant)
+    return [dict(options, timeout_s=3, status=status, fact=fact, plant=plant), options]
 
 
 LOST = r"train\.py: .*step [23]\b"
@@ -1406,9 +1414,8 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
     for before, entry in zip([{}, *entries], entries):
         is_skipped = entry["param_norm"] == before.get("param_norm")
         assert is_skipped == (None in (entry["loss"], entry["grad_norm"])), entry
-        low, mean, high = entry["ranks"]["step_ms"]
-        assert METRICS <= entry.keys() and low <= mean <= high, entry
-    assert RESULT <= result.keys() and entries[-1]["ranks"]["slowest"] in range(W), result
+        assert METRICS <= entry.keys(), entry
+    assert RESULT <= result.keys() and result["peak_mem_bytes"] > 1e8, result
     assert [result[key] for key in ("mode", "world_size", "steps", "threads", "val_loss")] == [
         mode, W, max_steps, 1, entries[-1]["val_loss"]], result
     cast = options.keys() & {"param_dtype", "reduce_dtype"}
@@ -1486,7 +1493,7 @@ def log_run(folder):
         return cross_entropy(logits, targets)
 
     def log_groups(optimizer):
-        write_line(f"{folder}/groups", [(group["weight_decay"], bool(group["fused"]), sorted(
+        write_line(f"{folder}/groups", [(*group["betas"], group["weight_decay"], sorted(
             {p.dim() for p in group["params"]})) for group in optimizer.param_groups])
 
     F.cross_entropy = logged
@@ -1506,9 +1513,9 @@ def data_and_rates_are_as_promised():
         out.mkdir()
         for leg in legs:
             finish(out / "out", W, dataset=folder, block_size=4, global_batch_size=batch,
-                   micro_batch_size=m, max_steps=leg, save_interval=100, eval_steps=1, mode=mode,
+                   micro_batch_size=m, max_steps=leg, save_interval=100, eval_steps=0, mode=mode,
                    resume="auto", min_lr=0.001, sample_tokens=0, plant=partial(log_run, out))
-        assert lines_of(out / "groups")[0] == [[0.1, False, [2]], [0.0, False, [1]]]
+        assert lines_of(out / "groups")[0] == [[0.9, 0.99, 0.1, [2]], [0.9, 0.99, 0.0, [1]]]
         return [number for micro_step in zip(*(lines_of(out / str(r)) for r in range(W)))
                 for micro_batch in micro_step for number in micro_batch]
 
@@ -1608,7 +1615,7 @@ BAD = """--no_such_flag=1 | --lr=fast | --lr=nan | --lr=-1 | --max_steps=0 | --m
 NAMED = {  # and those whose line names something else
     "--micro_batch_size=auto": "memory_limit_gb", "--wandb": "install wandb", "--beta2=1": "beta",
     "--micro_batch_size=auto --memory_limit_gb=0.2": "0.[12]", "--n_embd=1000000000000": "memory",
-    "--tensorboard": "install tensorboard", "--mode=zero2 --shard_size=2": "2"}
+    "--tensorboard": "install tensorboard", "--mode=zero2 --shard_size=2": "shard_size"}
 
 
 def offline():
@@ -1621,10 +1628,6 @@ def elsewhere(parent):
     os.chdir(parent / str(this_rank()))
 
 
-def other_torch():
-    torch.__version__ += ".other" * this_rank()
-
-
 def other_rate():
     sys.argv += ["--lr=0.2"] * this_rank()
 
@@ -1632,8 +1635,8 @@ def other_rate():
 @check(dict(W=1), limit_s=120)
 def mistakes_are_one_line():
     """Every mistake gives exit status 2, one line on stderr that names it, and no traceback; so do
-    ranks with other options, other data or another torch, before the first step. With status 1,
-    so do 20 steps in a row that are not finite, and a parameter of which a bit flips on a rank."""
+    ranks with other options or other data, before the first step. With status 1, so do 20 steps in
+    a row that are not finite, and a parameter of which a bit flips on a rank."""
     with temporary() as data:
         texts = {"empty.txt": b"", "short.txt": b"too short", "latin1.txt": b"caf\xe9" * 1000,
                  "fine.txt": b"Some text. " * 999, "0/text": b"Text 0. " * 999,
@@ -1651,9 +1654,8 @@ def mistakes_are_one_line():
         here, out = partial(elsewhere, data), data / "out"
         refused("single", out, 2, mode="single")
         refused("lr", out, 2, mode="ddp", plant=other_rate)
-        refused("data", out, 2, mode="ddp", dataset="text", plant=here)
+        refused("data.*rank 1", out, 2, mode="ddp", dataset="text", plant=here)
         refused("lost", out, 2, mode="ddp", dataset="lost", plant=here)
-        refused(r"torch.*\.other", out, 2, mode="ddp", plant=other_torch)
         refused(r"step 21\b", out, 2, status=1, mode="ddp", max_steps=30,
                 plant=partial(spoil, "cross_entropy", range(2, 99), math.nan))
         refused(r"wte\.weight", data / "a", 2, status=1, mode="ddp", save_interval=1,
@@ -1755,7 +1757,7 @@ def readme_commands_run(every):
             W = int((re.findall(r"--nproc_per_node=(\d+)", line) or [1])[0])
             result = finish(None, W, argv=shortened(words[words.index("train.py") + 1:]),
                             plant=partial(os.chdir, folder))
-            assert result["world_size"] == W and math.isfinite(result["train_loss"]), line
+            assert result["world_size"] == W and math.isfinite(result["val_loss"]), line
         [example] = [block for block in blocks_of("python") if block.startswith("# own.py")]
         (folder / "own.py").write_text(example)
         own = partial(runpy.run_path, f"{folder}/own.py", run_name="__main__")
@@ -1809,10 +1811,10 @@ def sizes():
     for name in CEILINGS:
         lines = (HERE / name).read_text().splitlines()
         for node in ast.walk(ast.parse("\n".join(lines))) if name.endswith(".py") else ():
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                if ast.get_docstring(node):
-                    doc = slice(node.body[0].lineno - 1, node.body[0].end_lineno)
-                    lines[doc] = [""] * len(lines[doc])
+            kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+            if isinstance(node, kinds) and ast.get_docstring(node):
+                doc = slice(node.body[0].lineno - 1, node.body[0].end_lineno)
+                lines[doc] = [""] * len(lines[doc])
         found[name] = sum(line.strip() != "" and line.lstrip()[0] != "#" for line in lines)
     over = {name: n for name, n in found.items() if n > CEILINGS[name]}
     assert not over, f"lines of code: {over}; ceilings: {CEILINGS}"
