@@ -1000,8 +1000,7 @@ def fill(m):
         t.fill_(dist.get_rank() + 7)
 
 
-@check(dict(W=1, stage="zero2"), dict(W=2, stage="zero1"), dict(W=3, stage="zero3"),
-       full=grid(W=(1, 2, 3), stage=STAGES))
+@check(*grid(W=(1, 3), stage=STAGES))
 def meta_device_is_filled(stage):
     """From the meta device a GPT gets the weights of building it whole, no rank ever holding more
     than its shards and some units; other modules reset themselves or take init_fn; rank 0 counts.
@@ -1187,6 +1186,7 @@ def execute(argv, folder, environment, plant):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ.update(environment)
     sys.argv = ["train.py", *map(str, argv)]
+    gc.freeze()  # a collection would touch, and so copy, all that the server has loaded
     plant()
     runpy.run_path(str(HERE / "train.py"), run_name="__main__")
 
