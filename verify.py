@@ -16,8 +16,9 @@ rewritten without a change here. Faults are planted in torch and the operating s
 `ddp.adds_in_rank_order`: then CPU tensors take the collectives that NCCL has.
 
 How it differs: a check is a function that all ranks of a group run at once, as training does.
-Groups are forked from a server that has torch loaded, once for each world size W, and reused. A
-check that hangs, or whose rank dies, fails by name in time; its group is replaced, the rest runs.
+Two checks run at once. The groups of each, one for every world size W, are forked from a server
+that has torch loaded, and reused. A check that hangs, or whose rank dies, fails by name in time;
+its group is replaced, the rest runs.
 
 Cost: 22 processes of 210 MB, most of it shared; two minutes on two cores.
 """
@@ -79,8 +80,8 @@ STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 # the frame: checks, ranks, the table
 #
 # `check` puts rows on a function, `Ranks` holds W processes that run it together, `run_rows` takes
-# the rows one after the other and prints a line for each. Starting a rank costs more than most
-# checks, hence the groups that stay.
+# row after row and prints a line for each. Starting a group costs more than most checks, so it
+# stays for the next ones.
 
 
 def check(*rows, full=(), limit_s=60):
@@ -99,10 +100,10 @@ def grid(**axes):
 
 
 def fork_server():
-    """Starts processes in 0.02 s, which find loaded what checks and train.py import.
+    """Starts processes in 0.02 s, in which all that checks and train.py import is loaded.
 
-    torch loads some of its parts late, torch.compile's take 2.5 s. Loaded here they cost that once,
-    not once on every rank. Of the two hundred processes of a run each saves half a second.
+    Also what torch imports only when it is used: the parts of torch.compile take 2.5 s, here once
+    and not once on every rank.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([
@@ -112,7 +113,7 @@ def fork_server():
 
 
 def end_with_parent():
-    """Where verify.py is killed nothing is closed that a waiting rank would notice."""
+    """End this rank when verify.py is killed; a rank that waits for a call would wait for ever."""
     multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
 
@@ -187,7 +188,7 @@ class Ranks:
 def run_rows(rows):
     """Run (check, row) pairs, print the table, return the number of failures.
 
-    Two at once, with ranks of their own: half of the checks wait for runs that they have started.
+    Two at once, each with its own ranks: many checks wait for runs that they have started.
     """
     outcomes, rows = Counter(), iter(rows)
     print(f"{'check':34s} {'W':>4s} {'seconds':>7s}")
@@ -1407,7 +1408,8 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
     """Assert that metrics.jsonl, RESULT, traces and memory are as documented.
 
     A step that was skipped, for a nan or an inf, has no loss or norm and leaves the parameters'
-    norm as it was. Memory may exceed its formula by 2 %, the rounding of shards.
+    norm as it was. Memory may differ from its formula by 2 %, the rounding of shards; torch alone
+    takes more than 100 MB.
     """
     entries = lines_of(folder / "metrics.jsonl")
     assert [entry["step"] for entry in entries] == list(range(1, max_steps + 1))
@@ -1821,8 +1823,8 @@ def sizes():
 
 
 if __name__ == "__main__":
-    # Processes find these functions in the module that their server has loaded. Without __file__
-    # they do not load this file once more, which takes half a second.
+    # Processes find these functions in the module verify, which their server has loaded. With
+    # __file__ here they would run this file as their own main, which takes half a second each.
     from verify import main
     del __file__
     sys.exit(main())
