@@ -35,8 +35,8 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
-from torch.utils._pytree import tree_map_only
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early; each next one doubles
 
@@ -56,7 +56,8 @@ def average_gradients(module, process_group=None):
     W = dist.get_world_size(process_group)
     parameters = [p for p in module.parameters() if p.requires_grad]  # a tied weight appears once
     # Ranks must agree on which collectives follow, or one of them waits forever.
-    n_ranks = count_ranks([p.grad is not None for p in parameters], process_group)
+    used = [p.grad is not None for p in parameters]
+    n_ranks = count_ranks(used, parameters[0].device, process_group)
     for p, n in zip(parameters, n_ranks):
         if n > 0:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -68,9 +69,8 @@ def average_gradients(module, process_group=None):
             add_in_rank_order(contributions, out=p.grad)
 
 
-def count_ranks(flags, process_group):
+def count_ranks(flags, device, process_group):
     """On how many ranks each of flags is set. A collective."""
-    device = "cuda" if "nccl" in dist.get_backend(process_group) else "cpu"
     counts = torch.tensor(flags, dtype=torch.int32, device=device)
     dist.all_reduce(counts, group=process_group)
     return counts.tolist()
@@ -116,18 +116,17 @@ def exchange(sends, receives, process_group, tag):
     return lambda: [work.wait() for work in works]
 
 
-def reduce_scatter(flat, process_group=None, tag=0, scratch=None):
+def reduce_scatter(flat, process_group=None, tag=0):
     """Start to send each rank its chunk of flat, 1-D -> finish(out=own chunk, earlier=[]), which
     waits and sets out to the sum over ranks in rank order, after what is in earlier.
 
-    scratch: W - 1 chunks, for what arrives. Costs (W-1)/W of flat's elements sent.
+    Costs (W-1)/W of flat's elements sent, and as much memory for those that arrive.
     """
     rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = flat.tensor_split(W)
     own = chunks[rank]
     if adds_in_rank_order(flat):
-        scratch = flat.new_empty((W - 1) * len(own)) if scratch is None else scratch
-        contributions = list(scratch.view(W - 1, len(own)))
+        contributions = list(flat.new_empty(W - 1, len(own)))
         contributions.insert(rank, own)
         wait = exchange(chunks, contributions, process_group, tag)
     else:
@@ -167,10 +166,9 @@ def all_reduce(flat, process_group=None, tag=0):
 
 
 def broadcast(tensors, process_group):
-    """Overwrite tensors by rank 0's."""
-    if tensors:
-        # .data: autograd may have saved a buffer, and need not hear of its new value.
-        dist._broadcast_coalesced(process_group, [t.data for t in tensors], 2**28, 0)
+    """Overwrite tensors by rank 0's. Raises RuntimeError if there is none."""
+    # .data: autograd may have saved a buffer, and need not hear of its new value.
+    dist._broadcast_coalesced(process_group, [t.data for t in tensors], 2**28, 0)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -182,7 +180,6 @@ class Bucket:
 
         flat       (n,), or None until there is memory
         pending    what has to come before it may be reduced: gradients of this backward
-        wait       while it is being reduced, what waits for the end
         means      {parameter: (the tensor whose `.grad` becomes the mean, the mean)}
     """
 
@@ -191,7 +188,7 @@ class Bucket:
         for p in parameters:
             self.places[p] = p.shape, torch.empty_like(p, device="meta").stride(), self.n
             self.n += -(-p.numel() // align) * align
-        self.flat, self.pending, self.wait, self.means = None, set(), None, {}
+        self.flat, self.pending, self.means = None, set(), {}
 
     def view(self, p, flat):
         """All of p in a buffer of n elements."""
@@ -235,11 +232,6 @@ def weakly(method):
     return lambda *arguments: reference() and reference()(*arguments)
 
 
-def will_get_gradient(p):
-    """Whether the backward under way, from which this is called, has a gradient for p."""
-    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(p).node)
-
-
 class Reducer(torch.nn.Module):
     """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a
     bucket, buckets are launched in order, and a callback ends the backward.
@@ -260,21 +252,21 @@ class Reducer(torch.nn.Module):
         # The engine's number of the last backward; whether one is under way that averages.
         self._task, self._averages = -1, False
         self._to_launch = collections.deque()  # buckets of the backward under way
+        self._launched = collections.deque()  # (name of a bucket, what waits for its mean)
         self._thread = concurrent.futures.ThreadPoolExecutor(1)  # one: first in, first out
         self._tag = self._check_ranks_agree(options)
 
     def _check_ranks_agree(self, options):
         """Raise on every rank, naming the first difference, where ranks wrap different modules.
         Returns a tag by which this wrapper's messages differ from another's."""
-        lines = [options, *(
-            f"{name} {tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for name, t in
-            (*self.module.named_parameters(), *self.module.named_buffers()))]
+        tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+        lines = [options, *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)]
         views = [None] * self.world_size
         dist.all_gather_object(views, (lines, 2 * secrets.randbits(29)), group=self.process_group)
         for found in itertools.zip_longest(*(lines for lines, _ in views), fillvalue="nothing"):
             if len(set(found)) > 1:
                 raise RuntimeError(f"{self._get_name()}: ranks wrap different modules: "
-                                   f"{', but '.join(dict.fromkeys(found))}")
+                                   f"{' but '.join(map(str, dict.fromkeys(found)))}")
         return views[0][1]
 
     def _track(self, buckets):
@@ -283,9 +275,8 @@ class Reducer(torch.nn.Module):
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
         self._names = {p: n for n, p in self.module.named_parameters() if p in self._bucket_of}
-        for index, bucket in enumerate(buckets):
-            bucket.index = index
-            bucket.name = f"bucket {index}, from {self._names[next(iter(bucket.places))]} on"
+        for bucket in buckets:
+            bucket.name = f"the bucket from {self._names[next(iter(bucket.places))]} on"
         for p in self._names:
             p.register_post_accumulate_grad_hook(weakly(self._on_gradient))
 
@@ -314,13 +305,14 @@ class Reducer(torch.nn.Module):
         """Called at each sign of a backward; returns True at the first one."""
         if self._task == torch._C._current_graph_task_id():
             return False
-        self._finish(self._buckets)  # what a backward that raised has launched
+        self._finish()  # what a backward that raised has launched
         self._task = torch._C._current_graph_task_id()
         self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
         for bucket in self._buckets:
-            bucket.pending = set(filter(will_get_gradient, bucket.places))
-        self._averages = (self.require_backward_grad_sync
-                          and any(bucket.pending for bucket in self._buckets))
+            # Those of which the backward has a gradient; others must not delay the bucket.
+            bucket.pending = {p for p in bucket.places if
+                              torch._C._will_engine_execute_node(get_gradient_edge(p).node)}
+        self._averages = self.require_backward_grad_sync and any(b.pending for b in self._buckets)
         self._to_launch = collections.deque(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return True
@@ -335,14 +327,14 @@ class Reducer(torch.nn.Module):
             with record_function(f"start: reduce {bucket.name}"):
                 wait = self._reduce(bucket)
             # On CPU a thread waits, and adds up what has arrived; on CUDA streams do both.
-            bucket.wait = wait if bucket.flat.is_cuda else self._thread.submit(wait).result
+            wait = wait if bucket.flat.is_cuda else self._thread.submit(wait).result
+            self._launched.append((bucket.name, wait))
 
-    def _finish(self, buckets):
-        """Wait for those of buckets that have been launched."""
-        for bucket in buckets:
-            wait, bucket.wait = bucket.wait, None
-            if wait is not None:
-                self._wait_for(f"reduce {bucket.name}", wait)
+    def _finish(self):
+        """Wait for the buckets that have been launched."""
+        while self._launched:
+            name, wait = self._launched.popleft()
+            self._wait_for(f"reduce {name}", wait)
 
     def _wait_for(self, what, wait):
         """Call wait(): time it, name it in a profile, and in an error."""
@@ -351,9 +343,8 @@ class Reducer(torch.nn.Module):
             with record_function(f"wait: {what}"):
                 return wait()
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._get_name()}, rank {dist.get_rank()}, could not {what}: a rank has died, "
-                f"hangs, or makes fewer steps: {error}") from error
+            raise RuntimeError(f"rank {dist.get_rank()} could not {what}: another rank has died, "
+                               f"hangs, or makes fewer steps: {error}") from error
         finally:
             self.exposed_s += time.perf_counter() - start_s
 
@@ -364,10 +355,11 @@ class Reducer(torch.nn.Module):
         if not self._averages:
             return
         self._launch(at_end=True)
-        self._finish(self._buckets)
+        self._finish()
         self._averages = False
-        used = [p in self._used for p in self._names]
-        n_ranks = self._wait_for("agree on use", lambda: count_ranks(used, self.process_group))
+        used, device = [p in self._used for p in self._names], next(iter(self._names)).device
+        n_ranks = self._wait_for("agree on use",
+                                 lambda: count_ranks(used, device, self.process_group))
         for p, n in zip(self._names, n_ranks):
             if n > 0:
                 owner, mean = self._bucket_of[p].means[p]
@@ -406,12 +398,11 @@ class DDP(Reducer):
                  find_unused_parameters=False, broadcast_buffers=True):
         super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}")
         self.input_device = device_ids[0] if device_ids else None
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = broadcast_buffers and len([*module.buffers()]) > 0
         self._comm_hook = self.comm_state = None
         self._sync_buffers = True  # before the next forward
         trained = [p for p in module.parameters() if p.requires_grad]
-        cap = int(bucket_cap_mb * 2**20)
-        lists = fill_buckets(reversed(trained), min(FIRST_BUCKET_BYTES, cap), cap)
+        lists = fill_buckets(trained[::-1], FIRST_BUCKET_BYTES, int(bucket_cap_mb * 2**20))
         self._track([Bucket(parameters) for parameters in lists])
         for bucket in self._buckets:
             bucket.flat = torch.cat([p.new_zeros(p.numel()) for p in bucket.places])
@@ -424,7 +415,7 @@ class DDP(Reducer):
         # As in torch: not after a forward that evaluates, or that accumulates.
         self._sync_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self.input_device is not None:
-            inputs, kwargs = tree_map_only(
+            inputs, kwargs = torch.utils._pytree.tree_map_only(
                 torch.Tensor, lambda t: t.to(self.input_device), (inputs, kwargs))
         return self.module(*inputs, **kwargs)
 
@@ -434,7 +425,7 @@ class DDP(Reducer):
         buffers = [bucket.flat]  # set_buffer() adds one
         # The methods of torch.distributed.GradBucket, which Python cannot construct.
         grad_bucket = types.SimpleNamespace(
-            index=lambda: bucket.index, is_last=lambda: bucket is self._buckets[-1],
+            index=lambda: self._buckets.index(bucket), is_last=lambda: bucket is self._buckets[-1],
             parameters=lambda: list(bucket.places), buffer=lambda: buffers[-1],
             gradients=lambda: [bucket.view(p, buffers[-1]) for p in bucket.places],
             set_buffer=buffers.append)
@@ -534,9 +525,8 @@ def top_k_hook(state, bucket):
     The residual costs 4 Psi bytes. With ratio 1 the bits are those of the exchange without a hook.
     """
     W, flat = dist.get_world_size(state.process_group), bucket.buffer()
-    sends_all = state.iter < state.start_iter
     state.iter += bucket.is_last()
-    if sends_all:
+    if state.iter - bucket.is_last() < state.start_iter:
         all_reduce(flat.mul_(1 / W), state.process_group)()
         return completed(flat)
     gradients = list(zip(bucket.parameters(), bucket.gradients()))

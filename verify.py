@@ -315,6 +315,7 @@ def live_bytes():
 
     Exact where the resident set of a process is noise: it counts pages, and allocators keep them.
     """
+    time.sleep(0.05)  # for threads to let go of what they have sent
     gc.collect()
     tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors

@@ -9,27 +9,29 @@
 
 Replaces torch's ZeroRedundancyOptimizer (1,700 lines) and FSDP2 (5,700). How it works (Rajbhandari
 et al., arXiv 1910.02054, section 5): the parameters of a unit, such as a block of the model, lie in
-flat buffers that are cut into W shards, and rank r owns the r-th of each. Three verbs: a unit is
-gathered before it is used, its gradients are reduced to their owners, and what is not needed any
-more is freed. The stages differ only in what they free:
+flat buffers that are cut into W shards, and rank r owns the r-th of each. There are three verbs: a
+unit is gathered before it is used, its gradients are reduced to their owners, and what is not
+needed any more is freed. The stages differ only in what they free:
 
-    stage  shards      frees                bytes per rank, fp32, Adam  sent, of (W-1)/W Psi elements
-    Zero1  P_os        nothing              8 Psi + 8 Psi/W             2 per step
-    Zero2  P_os+g      reduced gradients    4 Psi + 12 Psi/W            2 per micro-step
-    Zero3  P_os+g+p    parameters too       16 Psi/W                    3 per micro-step
+    stage  shards      frees               bytes per rank, fp32, Adam  sent, of (W-1)/W Psi elements
+    Zero1  P_os        nothing             8 Psi + 8 Psi/W             2 per step
+    Zero2  P_os+g      gradients           4 Psi + 12 Psi/W            2 per micro-step
+    Zero3  P_os+g+p    parameters as well  16 Psi/W                    3 per micro-step
 
-The module keeps its own parameters: they are what forward and backward compute with. Their memory
-comes with a gather; once freed they read as nan. The optimizer gets other ones, the shards.
+The module keeps its parameters: forward and backward compute with them. In stage 3 a gather gives
+them memory, and once that is freed they read as nan. The optimizer gets other parameters, the
+shards.
 
 How it differs: a weight that autograd saves becomes a note, by which the backward gathers the unit
 again, in whatever way the model calls its units. Contributions to a gradient are added in rank
-order, micro-step by micro-step: the bits of one process that accumulates the same micro batches.
+order, micro-step by micro-step, which gives the bits of one process that accumulates the same micro
+batches.
 
-Cost beside the table: three buckets during the backward (Zero1: one), in Zero3 also the root and
-two units; whole gradients under no_sync().
+Cost beside the table: during the backward three buckets of 25 MB (Zero1: one); in Zero3 the root
+and two units; under no_sync() whole gradients.
 
-In this order: a sharded bucket, a unit, the stages: construction, gather and free, forward,
-backward, state.
+In this order: a bucket with shards, a unit, then Zero1: construction, gather and free, forward,
+backward, parameters and state; and in two lines each Zero2 and Zero3.
 """
 
 import collections
@@ -38,7 +40,6 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version, saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
@@ -46,7 +47,7 @@ from torch.utils._pytree import tree_map_only
 from ddp import (Bucket, HierarchicalState, Reducer, add_in_rank_order, all_gather, all_reduce,
                  broadcast, clip_gradients_, fill_buckets, reduce_scatter, weakly)
 
-BUCKET_BYTES = 25 * 2**20  # a bucket is full at this size: torch DDP's number
+BUCKET_BYTES = 25 * 2**20  # torch DDP's number
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
 
 
@@ -67,34 +68,17 @@ def unless_compiling(hook):
     return lambda *arguments: None if torch.compiler.is_compiling() else hook(*arguments)
 
 
-class Pool:
-    """Buffers to use again: fresh memory costs a page fault every 4 kB, on CPU a tenth of forward
-    and backward."""
-
-    def __init__(self, device):
-        self.device, self.free = device, collections.defaultdict(list)
-
-    def take(self, n, dtype):
-        if self.free[n, dtype]:
-            return self.free[n, dtype].pop()
-        with torch.inference_mode(False):  # or nobody outside of it could write to the buffer
-            return torch.empty(n, dtype=dtype, device=self.device)
-
-    def give(self, buffer):
-        self.free[len(buffer), buffer.dtype].append(buffer)
-
-
 class ShardedBucket(Bucket):
     """A bucket whose parameters lie in flat buffers too, cut into W equal shards of S elements:
 
-        whole      (W S,) in param_dtype: what forward and backward use
+        whole      (W S,) in param_dtype: what forward and backward use, or None
         master     (S,) in the parameters' own dtype; the optimizer's shards are views of it
-        flat       (W S,) in reduce_dtype: this rank's gradients, until they are reduced
+        flat       (W S,) in reduce_dtype: this rank's gradients until they are reduced, or None
         gradient   (S,) as master: the mean over ranks; the shards' `.grad` are views of it
     """
 
-    def __init__(self, unit, parameters, rank, W, param_dtype, reduce_dtype, pool):
-        self.unit, self.rank, self.pool, self.dtype = unit, rank, pool, parameters[0].dtype
+    def __init__(self, unit, parameters, rank, W, param_dtype, reduce_dtype):
+        self.unit, self.rank, self.dtype = unit, rank, parameters[0].dtype
         self.param_dtype, self.reduce_dtype = (
             given if given is not None and self.dtype.is_floating_point else self.dtype
             for given in (param_dtype, reduce_dtype))
@@ -105,33 +89,6 @@ class ShardedBucket(Bucket):
         self.whole = self.master = self.gradient = None
         self.shards = {}  # parameter -> the optimizer's
         self.held = set()  # parameters with a gradient in flat
-        self.nothing = torch.full((), math.nan, device=pool.device).to(self.param_dtype)
-
-    def show(self):
-        """Let the parameters be where whole is, or else of their shape without memory, all nan."""
-        for p in self.places:
-            p.data = (self.nothing.expand(p.shape) if self.whole is None else
-                      self.view(p, self.whole))
-
-    def put(self, p, scale):
-        """Move p.grad into flat, added to what it holds of p; then all of it times scale. Returns
-        whether there is a gradient."""
-        if self.flat is None:
-            self.flat = self.pool.take(self.n, self.reduce_dtype)
-        view = self.view(p, self.flat)
-        if p in self.held:
-            view.add_(p.grad) if p.grad is not None else None
-            view.mul_(scale)
-        elif p.grad is None:
-            view.zero_()  # not used here, maybe elsewhere
-        elif p.grad.dtype == view.dtype:
-            torch.mul(p.grad, scale, out=view)  # one pass over memory
-        else:
-            view.copy_(p.grad).mul_(scale)  # the product in reduce_dtype
-        if p.grad is not None:
-            self.held.add(p)
-            p.grad = None
-        return p in self.held
 
     def own(self, buffer):
         """This rank's shard of a (W S,) buffer."""
@@ -148,6 +105,34 @@ class ShardedBucket(Bucket):
         (shape, _, start), (first, end) = self.places[p], self.part(p)
         offset = start + first - self.rank * self.size if end > first else 0
         return buffer[offset:offset + end - first].view(end - first, *[1] * (len(shape) - 1))
+
+    @torch.inference_mode(False)  # what is made inside it could not be used outside
+    def show(self, whole):
+        """Let the parameters be in whole; or, if it is None, be nan, in their shape, without memory.
+        """
+        self.whole = whole
+        nothing = torch.full((), math.nan, device=self.master.device).to(self.param_dtype)
+        for p, (shape, *_) in self.places.items():
+            p.data = nothing.expand(shape) if whole is None else self.view(p, whole)
+
+    def put(self, p, scale):
+        """Move p.grad into flat, added to what it holds of p; then all of it times scale. Returns
+        whether there is a gradient."""
+        if self.flat is None:
+            self.flat = torch.empty(self.n, dtype=self.reduce_dtype, device=p.device)
+        view = self.view(p, self.flat)
+        if p in self.held:
+            view.add_(0 if p.grad is None else p.grad).mul_(scale)
+        elif p.grad is None:
+            view.zero_()  # not used here, maybe elsewhere
+        elif p.grad.dtype == view.dtype:
+            torch.mul(p.grad, scale, out=view)  # one pass over memory
+        else:
+            view.copy_(p.grad).mul_(scale)  # the product in reduce_dtype
+        if p.grad is not None:
+            self.held.add(p)
+            p.grad = None
+        return p in self.held
 
     def earlier(self):
         """What the shards' `.grad` hold from before this backward: [(S,)], or [] if nothing."""
@@ -170,14 +155,14 @@ class Unit:
         self.submodules = list(filter(is_own, module.modules()))
         self.is_whole = False  # whether the parameters are gathered, or on their way
         self.waits = []  # of a gather under way
-        self.version = None  # of the shards that were gathered last
+        self.version = None  # of the shards when they were last looked at
 
     def note_changes(self):
         """If the optimizer has changed the shards, let autograd refuse graphs of the old weights.
         """
         version = sum(shard._version for bucket in self.buckets for shard in bucket.shards.values())
         if version != self.version:
-            increment_version(self.parameters)
+            torch.autograd.graph.increment_version(self.parameters)
             self.version = version
 
 
@@ -202,15 +187,16 @@ class Zero1(Reducer):
     module's `init_weights()`, which must skip what is still on meta, or `reset_parameters()` of the
     submodules. Rank 0's values count.
 
+    A forward is a collective, also one that only evaluates. Ranks may skip units, but gather all
+    of them in the same order: units called again, or out of the module's order, have to be so on
+    all ranks. Under autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
+    `zero_grad()` of this wrapper also drops what no_sync() holds back; an optimizer's cannot.
+
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
-    submodule. A forward is a collective, also one that only evaluates. All ranks gather units in
-    the same order; one that skips a unit takes part nevertheless. A unit that is called again, or
-    out of the module's order, has to be so on all ranks. Under autocast autograd saves 16-bit
-    copies of all weights: use param_dtype instead. `zero_grad()` of this wrapper also drops what
-    no_sync() has held back; an optimizer's cannot.
+    submodule and a shard_size that does not divide the number of ranks.
     """
 
-    _frees_gradients = _frees_parameters = False
+    _frees_gradients = _frees_parameters = False  # the stage
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
                  shard_size=None, offload=False, init_fn=None):
@@ -224,18 +210,18 @@ class Zero1(Reducer):
         nccl = "nccl" in dist.get_backend(self.process_group)
         self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
-        self._pool = Pool(self._device)
         self._entered = []  # (unit, saved-tensor hooks) of the forwards under way
         self._course = collections.deque()  # units that all ranks gather from here, in this order
         self._newest = None  # the unit that was last on the course
-        self._resident = []  # units that are whole, except the root; the first is to go first
-        self._bucket_at = {}  # memory -> the bucket whose whole parameters are there
+        self._resident = []  # at most two units that are whole, beside the root; the older first
+        self._bucket_at = {}  # address of memory -> the bucket whose whole parameters are there
         self._build_units(find_units(module) if units is None else units, reduce_dtype)
         self._take_in_values(init_fn)
+        bucket_of = {p: b for unit in self._units for b in unit.buckets for p in b.places}
         order = {p: i for i, p in enumerate(module.parameters())}
-        buckets = [b for unit in self._units for b in unit.buckets if next(iter(b.places)).requires_grad]
-        self._track(sorted(buckets, key=lambda b: -min(order[p] for p in b.places)))
-        self._bucket_of = {p: b for unit in self._units for b in unit.buckets for p in b.places}
+        trained = {bucket_of[p] for p in order if p.requires_grad}
+        self._track(sorted(trained, key=lambda bucket: -min(order[p] for p in bucket.places)))
+        self._bucket_of = bucket_of  # those of frozen parameters too
         self._add_hooks()
 
     # ---- construction
@@ -251,14 +237,14 @@ class Zero1(Reducer):
                        *(Unit(names[m], m, lambda t: n_units[t] == 1) for m in chosen)]
         rank = dist.get_rank(self.shard_group)
         for unit in self._units:
-            for parameters in fill_buckets(reversed(unit.parameters), BUCKET_BYTES, BUCKET_BYTES):
+            for parameters in fill_buckets(unit.parameters[::-1], BUCKET_BYTES, BUCKET_BYTES):
                 unit.buckets.append(ShardedBucket(unit, parameters, rank, self.shard_size,
-                                                  self.param_dtype, reduce_dtype, self._pool))
+                                                  self.param_dtype, reduce_dtype))
 
     @torch.no_grad()
     def _take_in_values(self, init_fn):
-        """Unit by unit, so that no rank holds more than one beside its shards: fill what is on
-        meta, agree with rank 0, cut shards."""
+        """Unit by unit, so that no rank holds more than one beside its shards: fill what is on the
+        meta device, agree with rank 0, cut shards."""
         stand_ins = {}  # parameter on meta -> what it is to become
         for unit in self._units:
             stand_ins |= self._materialise(unit, init_fn)
@@ -270,37 +256,39 @@ class Zero1(Reducer):
                 self._cut(bucket, values)
                 for p in bucket.places:
                     t = stand_ins.get(p, p)
-                    t.data, t.grad = bucket.nothing.expand(p.shape), None  # frees the values
-        for p, t in stand_ins.items():
-            torch.utils.swap_tensors(p, t)
+                    t.data, t.grad = values.new_empty(0, dtype=bucket.param_dtype), None
+        for p, stand_in in stand_ins.items():
+            torch.utils.swap_tensors(p, stand_in)
         for unit in self._units:
             for bucket in unit.buckets:
-                bucket.show()
-        broadcast(list(self.module.buffers()), self.process_group)
+                bucket.show(bucket.whole)
+        if buffers := list(self.module.buffers()):
+            broadcast(buffers, self.process_group)
 
     def _materialise(self, unit, init_fn):
         """Fill what unit has on the meta device -> {parameter: a real one with its values}."""
-        real = {p: torch.nn.Parameter(torch.empty_like(p, device=self._device), p.requires_grad)
-                for p in unit.parameters if p.is_meta}
-        for p, t in real.items():
-            vars(t).update(vars(p))
-            torch.utils.swap_tensors(p, t)
+        real, empty = {}, []
+        for p in unit.parameters:
+            if p.is_meta:
+                real[p] = torch.nn.Parameter(torch.empty_like(p, device=self._device),
+                                             p.requires_grad)
+                vars(real[p]).update(vars(p))
+                torch.utils.swap_tensors(p, real[p])
         for m in self.module.modules():
             buffers = {name: torch.empty_like(t, device=self._device) for name, t in
                        m._buffers.items() if m in unit.submodules and t is not None and t.is_meta}
             m._buffers.update(buffers)
-            if not buffers and real.keys().isdisjoint(m._parameters.values()):
-                continue
+            if buffers or not real.keys().isdisjoint(m._parameters.values()):
+                empty.append(m)
+        if empty and init_fn is None and hasattr(self.module, "init_weights"):
+            self.module.init_weights()
+            empty.clear()
+        for m in empty:
             reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
-            if init_fn is not None:
-                init_fn(m)
-            elif hasattr(self.module, "init_weights"):
-                self.module.init_weights()
-            elif reset is not None:
-                reset()
-            else:
+            if init_fn is None and reset is None:
                 raise RuntimeError(f"{self._get_name()}: {unit.name} has a {type(m).__name__} on "
                                    f"the meta device without reset_parameters(): pass init_fn")
+            reset() if init_fn is None else init_fn(m)
         for p, t in real.items():  # back to meta, so that filling other units does not touch it
             torch.utils.swap_tensors(p, t)
         return real
@@ -311,10 +299,10 @@ class Zero1(Reducer):
         bucket.whole = None if self._frees_parameters else values.to(bucket.param_dtype)
         in_place = bucket.whole is values and not self._offloads
         bucket.master = own if in_place else self._new_shard(bucket).copy_(own)
-        bucket.gradient_in_flat = not (self._frees_gradients or self._offloads
-                                       or bucket.reduce_dtype != bucket.dtype)
+        bucket.gradient_in_flat = (bucket.reduce_dtype == bucket.dtype and
+                                   not self._frees_gradients and not self._offloads)
         for p in bucket.places:
-            # .data: a gather writes to master too, and only updates should count in _version.
+            # .data: only updates are to count in _version, not gathers, which write to master too.
             shard = torch.nn.Parameter(bucket.shard(p, bucket.master).data, p.requires_grad)
             vars(shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
             bucket.shards[p] = shard
@@ -338,12 +326,10 @@ class Zero1(Reducer):
                     m.register_forward_hook(apart(weakly(self._leave)), always_call=True)
 
     def _check_optimizer(self, optimizer, *_):
-        """Hook of all optimizers: the module's own parameters get no gradient that they could see.
-        """
-        given = {p for group in optimizer.param_groups for p in group["params"]}
-        if not given.isdisjoint(self._bucket_of):
-            raise RuntimeError(f"{self._get_name()}: {type(optimizer).__name__} has the module's own "
-                               f"parameters: build it after wrapping, from model.parameters()")
+        """Hook of all optimizers: one that was given the module's parameters would do nothing."""
+        if any(p in self._bucket_of for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(f"{self._get_name()}: the optimizer has the module's parameters: "
+                               f"build it after wrapping, from the wrapper's parameters()")
 
     # ---- gather and free
 
@@ -357,12 +343,12 @@ class Zero1(Reducer):
             self._resident.append(unit)
         unit.is_whole = True
         unit.note_changes()
-        with record_function(f"start: gather {unit.name}"):
+        with record_function(f"start: gather {unit.name}"), torch.inference_mode(False):
             for bucket in unit.buckets:
                 if bucket.whole is None:
-                    bucket.whole = self._pool.take(bucket.n, bucket.param_dtype)
+                    bucket.show(torch.empty(bucket.n, dtype=bucket.param_dtype,
+                                            device=self._device))
                     self._bucket_at[bucket.whole.untyped_storage()._cdata] = bucket
-                    bucket.show()
                 own = bucket.own(bucket.whole)
                 if own.data_ptr() != bucket.master.data_ptr():
                     own.copy_(bucket.master)  # the cast comes first: half the bytes in bf16
@@ -374,34 +360,29 @@ class Zero1(Reducer):
             self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
 
     def _free(self, unit):
-        """Forget the whole parameters of unit. Stages 1 and 2 keep their memory."""
+        """Forget the whole parameters of unit. In stages 1 and 2 they are only out of date."""
         self._finish_gather(unit)  # what it still sends comes from here
         unit.is_whole = False
+        if self._frees_parameters:
+            for bucket in unit.buckets:
+                bucket.show(None)
+            self._bucket_at = {k: b for k, b in self._bucket_at.items() if b.unit is not unit}
         if unit in self._resident:
             self._resident.remove(unit)
-        for bucket in unit.buckets if self._frees_parameters else ():
-            whole, bucket.whole = bucket.whole, None
-            bucket.show()
-            if whole is not None:
-                place = whole.untyped_storage()._cdata
-                del self._bucket_at[place]
-                # 2: whole, and this question. A node that runs, or a script, may use it too.
-                if torch._C._storage_Use_Count(place) == 2:
-                    self._pool.give(whole)
 
     def _advance(self):
-        """Gather the next unit of the course, and launch what a rank that skips it can launch."""
+        """Gather the next unit of the course, and launch the buckets that only waited for it."""
         unit = self._newest = self._course.popleft()
+        self._gather(unit)
         if unit in self._resident:  # in the order of the course, so that all ranks free the same
             self._resident.remove(unit)
             self._resident.append(unit)
-        self._gather(unit)
         for bucket in unit.buckets:
             bucket.pending.discard(unit)
         self._launch()
 
     def _use(self, unit):
-        """Make unit whole, with all that comes before it on the course, since other ranks may wait
+        """Make unit whole, after all that comes before it on the course, as other ranks may wait
         for it. While a unit is in use, the next one is on its way."""
         while unit in self._course:
             self._advance()
@@ -410,16 +391,14 @@ class Zero1(Reducer):
         if self._course and unit is self._newest:
             self._advance()
 
-    def _end_pass(self, free):
+    def _end_pass(self, frees):
         """A forward or backward ends."""
         while self._course:
             self._advance()
         for unit in self._units:
             self._finish_gather(unit)  # a shard must not change while it is being sent
-            if free and self._frees_parameters:
+            if frees and self._frees_parameters:
                 self._free(unit)
-        if free:
-            self._pool.free.clear()
 
     # ---- forward
 
@@ -429,7 +408,8 @@ class Zero1(Reducer):
         return self.module(*inputs, **kwargs)
 
     def _enter(self, unit, module, inputs, kwargs):
-        """Forward pre-hook: the parameters of unit have to be whole."""
+        """Forward pre-hook of unit's module and of its submodules: its parameters have to be whole.
+        """
         if in_backward():
             self._begin_backward()
         elif not self._entered:
@@ -444,26 +424,27 @@ class Zero1(Reducer):
 
     def _begin_forward(self, module):
         if self._averages:  # the last backward raised
-            self._finish(self._buckets)
+            self._finish()
             self._averages = False
             self._to_launch.clear()
             self._drop_held()
-        holds_back = any(bucket.held for bucket in self._buckets)  # by no_sync(): no step between
-        for unit in self._units if self._frees_parameters or not holds_back else ():
-            self._free(unit)  # the shards may have changed
+        # No step comes between a backward in no_sync() and the next forward.
+        if self._frees_parameters or not any(bucket.held for bucket in self._buckets):
+            for unit in self._units:
+                self._free(unit)  # the shards may have changed
         self._course = collections.deque(self._units if module is self.module else ())
         while self._course and not self._frees_parameters:
             self._advance()
 
     def _leave(self, module, inputs, output):
-        """Forward hook, also after an exception in the forward."""
+        """Forward hook of the same, also after an exception in the forward."""
         _, hooks = self._entered.pop()
         if hooks is not None:
             hooks.__exit__()
         if self._entered:
             self._use(self._entered[-1][0])
         elif not in_backward():
-            self._end_pass(free=not torch.is_grad_enabled())
+            self._end_pass(frees=not torch.is_grad_enabled())
 
     def _note_weights(self):
         """From here to the end of this forward, what autograd saves of a gathered weight is a note,
@@ -484,19 +465,21 @@ class Zero1(Reducer):
 
         def unpack(note):
             bucket, saved, version = note
-            if bucket is None and outer:
-                return outer[1](saved)
-            if bucket is not None:
+            if bucket is None:
+                t = outer[1](saved) if outer else saved
+                found = version if outer else t._version
+            else:
                 if in_backward():
                     self._begin_backward()
                 self._use(bucket.unit)
-            if version != (saved._version if bucket is None else bucket.unit.version):
+                t, found = bucket.whole.as_strided(*saved), bucket.unit.version
+            if found != version:
                 raise RuntimeError("a tensor that the backward needs was modified in place, such as "
-                                   "a parameter by an optimizer step")
-            return saved if bucket is None else bucket.whole.as_strided(*saved)
+                                   "a parameter by an optimizer's step")
+            return t
 
         pack.owner = self
-        hooks = saved_tensors_hooks(pack, unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
         return hooks
 
@@ -521,17 +504,16 @@ class Zero1(Reducer):
             self._use(self._units[0])
 
     def _reduce(self, bucket):
-        """Start to send each rank its shard of bucket -> what waits for the mean. One at a time:
-        that bounds the memory in flight."""
-        self._finish(self._buckets[:bucket.index])
+        """Start to send each rank its shard of bucket -> what waits and adds. One at a time, which
+        bounds the memory in flight."""
+        self._finish()
         if bucket.gradient is None:
             bucket.gradient = (bucket.own(bucket.flat) if bucket.gradient_in_flat else
                                self._new_shard(bucket))
             bucket.means = {p: (shard, bucket.shard(p, bucket.gradient))
                             for p, shard in bucket.shards.items()}
         earlier = [t.to(self._device) for t in bucket.earlier()]
-        scratch = self._pool.take((self.shard_size - 1) * bucket.size, bucket.reduce_dtype)
-        wait = reduce_scatter(bucket.flat, self.shard_group, self._tag + 1, scratch)
+        wait = reduce_scatter(bucket.flat, self.shard_group, self._tag + 1)
 
         def finish():
             if self._replicas is None:
@@ -542,17 +524,15 @@ class Zero1(Reducer):
                 all_reduce(own, self._replicas)()
                 add_in_rank_order([*earlier, own], bucket.gradient)
             bucket.held.clear()
-            self._pool.give(scratch)
             if not bucket.gradient_in_flat:
-                self._pool.give(bucket.flat)
                 bucket.flat = None
 
         return finish
 
     def _end_backward(self):
-        self._end_pass(free=False)
+        self._end_pass(frees=False)
         super()._end_backward()
-        self._end_pass(free=not self._entered)
+        self._end_pass(frees=not self._entered)
 
     def zero_grad(self, set_to_none=True):
         """Also drops what no_sync() has held back, which an optimizer's zero_grad() cannot see."""
@@ -589,7 +569,7 @@ class Zero1(Reducer):
         for name, p in self.module.named_parameters():
             bucket = self._bucket_of[p]
             if bucket is not gathered:
-                gathered, flat = bucket, self._pool.take(bucket.n, bucket.dtype)
+                gathered, flat = bucket, torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
                 bucket.own(flat).copy_(bucket.master)
                 all_gather(flat, self.shard_group, self._tag)()
             yield name, bucket.view(p, flat).clone()
