@@ -38,8 +38,6 @@ import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-FIRST_BUCKET_BYTES = 2**20  # small, so that communication starts early; each next one doubles
-
 
 # -------------------------------------------------------------------------------------------------
 # the oracle
@@ -56,22 +54,20 @@ def average_gradients(module, process_group=None):
     W = dist.get_world_size(process_group)
     parameters = [p for p in module.parameters() if p.requires_grad]  # a tied weight appears once
     # Ranks must agree on which collectives follow, or one of them waits forever.
-    used = [p.grad is not None for p in parameters]
-    n_ranks = count_ranks(used, parameters[0].device, process_group)
-    for p, n in zip(parameters, n_ranks):
-        if n > 0:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            # Before the sum, which could overflow in fp16. A division has other bits at W = 3.
-            p.grad.mul_(1 / W)
-            own = p.grad.contiguous()
-            contributions = [torch.empty_like(own) for _ in range(W)]
-            dist.all_gather(contributions, own, group=process_group)
-            add_in_rank_order(contributions, out=p.grad)
+    n_ranks = count_ranks([p.grad is not None for p in parameters], parameters[0], process_group)
+    for p in itertools.compress(parameters, n_ranks):  # used on some rank
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        # Before the sum, which could overflow in fp16. A division has other bits at W = 3.
+        p.grad.mul_(1 / W)
+        own = p.grad.contiguous()
+        contributions = [torch.empty_like(own) for _ in range(W)]
+        dist.all_gather(contributions, own, group=process_group)
+        add_in_rank_order(contributions, out=p.grad)
 
 
-def count_ranks(flags, device, process_group):
-    """On how many ranks each of flags is set. A collective."""
-    counts = torch.tensor(flags, dtype=torch.int32, device=device)
+def count_ranks(flags, p, process_group):
+    """On how many ranks each of flags is set. A collective, on p's device."""
+    counts = torch.tensor(flags, dtype=torch.int32, device=p.device)
     dist.all_reduce(counts, group=process_group)
     return counts.tolist()
 
@@ -108,10 +104,10 @@ def adds_in_rank_order(flat):
 
 def exchange(sends, receives, process_group, tag):
     """Start to send and to receive a tensor per rank -> a function that waits."""
-    own = dist.get_rank(process_group)
     ops = [dist.P2POp(op, tensor, group=process_group, tag=tag, group_peer=rank)
            for op, tensors in ((dist.irecv, receives), (dist.isend, sends))
-           for rank, tensor in enumerate(tensors) if rank != own and tensor.numel()]
+           for rank, tensor in enumerate(tensors)
+           if rank != dist.get_rank(process_group) and tensor.numel()]
     works = dist.batch_isend_irecv(ops) if ops else []
     return lambda: [work.wait() for work in works]
 
@@ -208,10 +204,11 @@ class Bucket:
         return p.grad is not None
 
 
-def fill_buckets(parameters, first_bytes, cap_bytes):
+def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
     """Divide parameters, in this order, into lists of one dtype and device, all trained or all
-    frozen. A list is closed before it exceeds its limit, which doubles from first_bytes to
-    cap_bytes: embedding and head should not share a bucket that is complete last."""
+    frozen. The first is small, so that communication starts early; the next ones double, up to
+    cap_bytes. A list is closed before it exceeds that: embedding and head are best kept apart.
+    """
     full, filling = [], collections.defaultdict(list)
     for p in parameters:
         kind = p.device, p.dtype, p.requires_grad
@@ -251,8 +248,8 @@ class Reducer(torch.nn.Module):
         self._scale = 1 / self.world_size  # of gradients, before they are added up
         # The engine's number of the last backward; whether one is under way that averages.
         self._task, self._averages = -1, False
-        self._to_launch = collections.deque()  # buckets of the backward under way
-        self._launched = collections.deque()  # (name of a bucket, what waits for its mean)
+        # Buckets of the backward under way; (what is reduced, what waits for it).
+        self._to_launch, self._launched = collections.deque(), collections.deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1)  # one: first in, first out
         self._tag = self._check_ranks_agree(options)
 
@@ -275,8 +272,6 @@ class Reducer(torch.nn.Module):
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
         self._names = {p: n for n, p in self.module.named_parameters() if p in self._bucket_of}
-        for bucket in buckets:
-            bucket.name = f"the bucket from {self._names[next(iter(bucket.places))]} on"
         for p in self._names:
             p.register_post_accumulate_grad_hook(weakly(self._on_gradient))
 
@@ -324,17 +319,17 @@ class Reducer(torch.nn.Module):
             for p in bucket.places:
                 if p not in self._used and bucket.put(p, self._scale):
                     self._used.add(p)
-            with record_function(f"start: reduce {bucket.name}"):
+            what = f"reduce the bucket from {self._names[next(iter(bucket.places))]} on"
+            with record_function(f"start: {what}"):
                 wait = self._reduce(bucket)
             # On CPU a thread waits, and adds up what has arrived; on CUDA streams do both.
             wait = wait if bucket.flat.is_cuda else self._thread.submit(wait).result
-            self._launched.append((bucket.name, wait))
+            self._launched.append((what, wait))
 
     def _finish(self):
         """Wait for the buckets that have been launched."""
         while self._launched:
-            name, wait = self._launched.popleft()
-            self._wait_for(f"reduce {name}", wait)
+            self._wait_for(*self._launched.popleft())
 
     def _wait_for(self, what, wait):
         """Call wait(): time it, name it in a profile, and in an error."""
@@ -357,14 +352,14 @@ class Reducer(torch.nn.Module):
         self._launch(at_end=True)
         self._finish()
         self._averages = False
-        used, device = [p in self._used for p in self._names], next(iter(self._names)).device
+        parameters, names = zip(*self._names.items())
+        used = [p in self._used for p in parameters]
         n_ranks = self._wait_for("agree on use",
-                                 lambda: count_ranks(used, device, self.process_group))
-        for p, n in zip(self._names, n_ranks):
-            if n > 0:
-                owner, mean = self._bucket_of[p].means[p]
-                owner.grad = mean
-        unused = [name for name, n in zip(self._names.values(), n_ranks) if n < self.world_size]
+                                 lambda: count_ranks(used, parameters[0], self.process_group))
+        for p in itertools.compress(parameters, n_ranks):
+            owner, mean = self._bucket_of[p].means[p]
+            owner.grad = mean
+        unused = [name for name, n in zip(names, n_ranks) if n < self.world_size]
         if unused and not self.find_unused_parameters:
             raise RuntimeError(f"no gradient in this backward, on some rank, for {unused}: freeze "
                                f"them, or pass find_unused_parameters=True")
@@ -402,7 +397,7 @@ class DDP(Reducer):
         self._comm_hook = self.comm_state = None
         self._sync_buffers = True  # before the next forward
         trained = [p for p in module.parameters() if p.requires_grad]
-        lists = fill_buckets(trained[::-1], FIRST_BUCKET_BYTES, int(bucket_cap_mb * 2**20))
+        lists = fill_buckets(trained[::-1], int(bucket_cap_mb * 2**20))
         self._track([Bucket(parameters) for parameters in lists])
         for bucket in self._buckets:
             bucket.flat = torch.cat([p.new_zeros(p.numel()) for p in bucket.places])
@@ -558,12 +553,11 @@ def total_norm(tensors, process_group=None):
     """
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     squares = [torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in tensors]
-    device = tensors[0].device if tensors else "cpu"
-    total = sum(squares, torch.zeros((), dtype=torch.float64, device=device))
+    total = sum(squares, torch.zeros((), dtype=torch.float64))
     if process_group is not None:
         total = total.cuda() if "nccl" in dist.get_backend(process_group) else total
         dist.all_reduce(total, group=process_group)
-    return total.sqrt().to(device)
+    return total.sqrt()
 
 
 def clip_gradients_(gradients, max_norm, process_group=None):
@@ -575,5 +569,6 @@ def clip_gradients_(gradients, max_norm, process_group=None):
     if max_norm < math.inf:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # rounded to fp32 once
         for gradient in gradients:
-            gradient.mul_(factor)  # also when 1: asking would make the CPU wait for the GPU
+            # Also when it is 1: asking would make the CPU wait for the GPU.
+            gradient.mul_(factor.to(gradient.device))
     return norm

@@ -108,8 +108,7 @@ class ShardedBucket(Bucket):
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def show(self, whole):
-        """Let the parameters be in whole; or, if it is None, be nan, in their shape, without memory.
-        """
+        """Let the parameters be in whole or, if it is None, be nan: of their shape, no memory."""
         self.whole = whole
         nothing = torch.full((), math.nan, device=self.master.device).to(self.param_dtype)
         for p, (shape, *_) in self.places.items():
@@ -200,7 +199,8 @@ class Zero1(Reducer):
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
                  shard_size=None, offload=False, init_fn=None):
-        super().__init__(module, process_group, True, f"{param_dtype=} {reduce_dtype=} {shard_size=}")
+        options = f"{param_dtype=} {reduce_dtype=} {shard_size=}"
+        super().__init__(module, process_group, True, options)
         self.param_dtype, self.shard_size = param_dtype, shard_size or self.world_size
         self.shard_group, self._replicas = self.process_group, None
         if self.shard_size != self.world_size:
@@ -262,8 +262,8 @@ class Zero1(Reducer):
         for unit in self._units:
             for bucket in unit.buckets:
                 bucket.show(bucket.whole)
-        if buffers := list(self.module.buffers()):
-            broadcast(buffers, self.process_group)
+        if any(True for _ in self.module.buffers()):
+            broadcast([*self.module.buffers()], self.process_group)
 
     def _materialise(self, unit, init_fn):
         """Fill what unit has on the meta device -> {parameter: a real one with its values}."""
@@ -308,9 +308,8 @@ class Zero1(Reducer):
             bucket.shards[p] = shard
 
     def _new_shard(self, bucket):
-        device = "cpu" if self._offloads else self._device
-        return torch.empty(bucket.size, dtype=bucket.dtype, device=device,
-                           pin_memory=self._offloads)
+        return torch.empty(bucket.size, dtype=bucket.dtype, pin_memory=self._offloads,
+                           device="cpu" if self._offloads else self._device)
 
     def _add_hooks(self):
         """On the modules themselves, so that `model.module(x)` works, and on all that have
@@ -423,11 +422,11 @@ class Zero1(Reducer):
                 (inputs, kwargs))
 
     def _begin_forward(self, module):
-        if self._averages:  # the last backward raised
+        if self._averages:  # the last backward raised: what it has left is of no use
             self._finish()
             self._averages = False
             self._to_launch.clear()
-            self._drop_held()
+            self.zero_grad()
         # No step comes between a backward in no_sync() and the next forward.
         if self._frees_parameters or not any(bucket.held for bucket in self._buckets):
             for unit in self._units:
@@ -465,17 +464,17 @@ class Zero1(Reducer):
 
         def unpack(note):
             bucket, saved, version = note
-            if bucket is None:
-                t = outer[1](saved) if outer else saved
-                found = version if outer else t._version
-            else:
-                if in_backward():
-                    self._begin_backward()
+            if bucket is not None:
+                self._begin_backward()
                 self._use(bucket.unit)
                 t, found = bucket.whole.as_strided(*saved), bucket.unit.version
+            elif outer:
+                return outer[1](saved)
+            else:
+                t, found = saved, saved._version
             if found != version:
-                raise RuntimeError("a tensor that the backward needs was modified in place, such as "
-                                   "a parameter by an optimizer's step")
+                raise RuntimeError("a tensor that the backward needs was modified in place, such "
+                                   "as a parameter by an optimizer's step")
             return t
 
         pack.owner = self
@@ -486,8 +485,8 @@ class Zero1(Reducer):
     # ---- backward
 
     def _begin_backward(self):
-        if not super()._begin_backward():
-            return
+        if not in_backward() or not super()._begin_backward():
+            return False
         for unit in self._units:
             unit.note_changes()
         for bucket in self._buckets:
@@ -537,9 +536,6 @@ class Zero1(Reducer):
     def zero_grad(self, set_to_none=True):
         """Also drops what no_sync() has held back, which an optimizer's zero_grad() cannot see."""
         super().zero_grad(set_to_none)
-        self._drop_held()
-
-    def _drop_held(self):
         for bucket in self._buckets:
             bucket.held.clear()
 
@@ -569,7 +565,8 @@ class Zero1(Reducer):
         for name, p in self.module.named_parameters():
             bucket = self._bucket_of[p]
             if bucket is not gathered:
-                gathered, flat = bucket, torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
+                gathered = bucket
+                flat = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
                 bucket.own(flat).copy_(bucket.master)
                 all_gather(flat, self.shard_group, self._tag)()
             yield name, bucket.view(p, flat).clone()
