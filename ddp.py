@@ -286,9 +286,8 @@ class Reducer(torch.nn.Module):
 
     def _on_gradient(self, p):
         """Hook of p: autograd has added all that this backward adds to p.grad."""
-        if torch.is_grad_enabled() or torch._C._current_graph_task_id() < self._task:
-            raise RuntimeError(f"{self._get_name()}: neither backward(create_graph=True) nor "
-                               f"checkpointing with use_reentrant=True is supported")
+        if torch.is_grad_enabled():
+            raise RuntimeError("backward(create_graph=True) is not supported: use autograd.grad()")
         self._begin_backward()
         bucket = self._bucket_of[p]
         bucket.put(p, self._scale if self._averages else 1.0)
@@ -297,11 +296,14 @@ class Reducer(torch.nn.Module):
         self._launch()
 
     def _begin_backward(self):
-        """Called at each sign of a backward; returns True at the first one."""
-        if self._task == torch._C._current_graph_task_id():
-            return False
+        """Called at each sign of a backward; all but the first are ignored."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        if task < self._task:  # numbers only grow: this one was interrupted by another
+            raise RuntimeError("checkpointing with use_reentrant=True is not supported")
         self._finish()  # what a backward that raised has launched
-        self._task = torch._C._current_graph_task_id()
+        self._task = task
         self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
         for bucket in self._buckets:
             # Those of which the backward has a gradient; others must not delay the bucket.
@@ -310,7 +312,6 @@ class Reducer(torch.nn.Module):
         self._averages = self.require_backward_grad_sync and any(b.pending for b in self._buckets)
         self._to_launch = collections.deque(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        return True
 
     def _launch(self, at_end=False):
         """Launch buckets in their order, the same on all ranks, as far as they are ready."""
@@ -338,8 +339,8 @@ class Reducer(torch.nn.Module):
             with record_function(f"wait: {what}"):
                 return wait()
         except RuntimeError as error:
-            raise RuntimeError(f"rank {dist.get_rank()} could not {what}: another rank has died, "
-                               f"hangs, or makes fewer steps: {error}") from error
+            raise RuntimeError(f"rank {dist.get_rank()} could not {what} (has another rank died, "
+                               f"or made fewer steps?): {error}") from error
         finally:
             self.exposed_s += time.perf_counter() - start_s
 

@@ -317,8 +317,7 @@ def live_bytes():
     """
     time.sleep(0.05)  # for threads to let go of what they have sent
     gc.collect()
-    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gc.get_objects()
                 if type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu"}.values())
 
 
@@ -896,7 +895,7 @@ def missing_rank_is_named(wrap, missing="backward"):
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(2)  # alive, and that is all
     else:
-        raises(RuntimeError, r"(first|last|layers\.\d)\b|the root|this backward", act)
+        raises(RuntimeError, r"(first|last|layers\.\d)\b|the root", act)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1805,7 +1804,7 @@ def readme_leads_there(n):
 
 
 # Lines of code that no file exceeds: neither blank, nor comments, nor docstrings.
-CEILINGS = {"model.py": 225, "ddp.py": 551, "zero.py": 786, "train.py": 1448, "verify.py": 1200,
+CEILINGS = {"model.py": 225, "ddp.py": 320, "zero.py": 430, "train.py": 1448, "verify.py": 1200,
             "bench.sh": 810}
 
 

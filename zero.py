@@ -199,8 +199,7 @@ class Zero1(Reducer):
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
                  shard_size=None, offload=False, init_fn=None):
-        options = f"{param_dtype=} {reduce_dtype=} {shard_size=}"
-        super().__init__(module, process_group, True, options)
+        super().__init__(module, process_group, True, f"{param_dtype} {reduce_dtype} {shard_size}")
         self.param_dtype, self.shard_size = param_dtype, shard_size or self.world_size
         self.shard_group, self._replicas = self.process_group, None
         if self.shard_size != self.world_size:
@@ -485,8 +484,9 @@ class Zero1(Reducer):
     # ---- backward
 
     def _begin_backward(self):
-        if not in_backward() or not super()._begin_backward():
-            return False
+        if not in_backward() or self._task == torch._C._current_graph_task_id():
+            return
+        super()._begin_backward()
         for unit in self._units:
             unit.note_changes()
         for bucket in self._buckets:
