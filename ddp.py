@@ -18,9 +18,11 @@ wherever it lies in a buffer, so the bucket size never changes a bit. (A ring al
 order that depends on the position.) The oracle for all of it is `average_gradients`.
 
 Cost: 4 Psi bytes of buckets, which are the gradients; 2 (W-1)/W Psi elements sent per rank and
-step; two numbers per parameter to agree on which were used; at W >= 3 on gloo a scratch buffer.
+step; one number per parameter to agree on which were used; at W >= 3 on CPU the memory of a bucket,
+for what arrives.
 
-In this order: the oracle, collectives, buckets, the reducer, DDP, comm hooks, clipping.
+In this order: the oracle, collectives, buckets, the reducer that ZeRO shares, DDP, comm hooks,
+clipping.
 """
 
 import collections
@@ -89,11 +91,14 @@ def add_in_rank_order(contributions, out):
 
 
 # -------------------------------------------------------------------------------------------------
-# collectives: each starts when it is called and returns a function that waits for it
+# collectives
 #
-# A flat buffer is cut into W chunks, of which rank r owns the r-th. reduce_scatter sends each rank
-# its chunk of all ranks' buffers, all_gather sends the own chunk to all others, and all_reduce is
-# one after the other. Tags keep messages apart whose order may differ from rank to rank.
+# Each returns a function that waits for the end. reduce_scatter and all_gather have started then;
+# all_reduce at W >= 3 on CPU has not, and does all its work in that function, for a thread to call.
+#
+# A flat buffer is cut into W chunks, and rank r owns the r-th. reduce_scatter sums each chunk on
+# its owner, all_gather sends each owner's chunk to all ranks. All ranks have to call those with the
+# same tag in the same order; the order of calls with different tags may differ.
 
 
 def adds_in_rank_order(flat):
@@ -138,9 +143,7 @@ def reduce_scatter(flat, process_group=None, tag=0):
 
 def all_gather(flat, process_group=None, tag=0):
     """Start to fill all chunks of flat, 1-D, from the ranks that own them -> a function that waits.
-
-    May follow the `reduce_scatter` of flat at once: a chunk arrives only after its owner has
-    received this rank's part of it.
+    Costs (W-1)/W of flat's elements sent.
     """
     chunks = flat.tensor_split(dist.get_world_size(process_group))
     own = chunks[dist.get_rank(process_group)]
@@ -150,9 +153,10 @@ def all_gather(flat, process_group=None, tag=0):
 
 
 def all_reduce(flat, process_group=None, tag=0):
-    """Sum flat, 1-D, over ranks in place -> a function that does so, or waits for it."""
+    """Sum flat, 1-D, over ranks in place -> a function that waits."""
+    # Two contributions have only one order, so torch's own has the right bits there, and is faster.
     if dist.get_world_size(process_group) <= 2 or not adds_in_rank_order(flat):
-        return dist.all_reduce(flat, group=process_group, async_op=True).wait  # one order of two
+        return dist.all_reduce(flat, group=process_group, async_op=True).wait
 
     def finish():
         reduce_scatter(flat, process_group, tag)()
@@ -162,7 +166,7 @@ def all_reduce(flat, process_group=None, tag=0):
 
 
 def broadcast(tensors, process_group):
-    """Overwrite tensors by rank 0's. Raises RuntimeError if there is none."""
+    """Overwrite tensors by rank 0's, and wait. Raises RuntimeError if there is none."""
     # .data: autograd may have saved a buffer, and need not hear of its new value.
     dist._broadcast_coalesced(process_group, [t.data for t in tensors], 2**28, 0)
 
@@ -172,15 +176,17 @@ def broadcast(tensors, process_group):
 
 
 class Bucket:
-    """Gradients of some parameters, each from a multiple of `align` elements on, in a flat buffer.
+    """Some parameters, and a flat buffer in which their gradients lie one after the other, each at
+    a multiple of `align` elements.
 
-        flat       (n,), or None until there is memory
-        pending    what has to come before it may be reduced: gradients of this backward
+        places     {parameter: (its shape, its strides if packed, its first element in the buffer)}
+        flat       (n,), or None while there is no memory for it
+        pending    what the bucket waits for in this backward: gradients, and in stage 3 a gather
         means      {parameter: (the tensor whose `.grad` becomes the mean, the mean)}
     """
 
     def __init__(self, parameters, align=1):
-        self.places, self.n = {}, 0  # parameter -> shape, strides if packed, and first element
+        self.places, self.n = {}, 0
         for p in parameters:
             self.places[p] = p.shape, torch.empty_like(p, device="meta").stride(), self.n
             self.n += -(-p.numel() // align) * align
@@ -206,8 +212,9 @@ class Bucket:
 
 def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
     """Divide parameters, in this order, into lists of one dtype and device, all trained or all
-    frozen. The first is small, so that communication starts early; the next ones double, up to
-    cap_bytes. A list is closed before it exceeds that: embedding and head are best kept apart.
+    frozen. The first list is small, so that communication starts early; the next ones double, up to
+    cap_bytes. A list is closed before it exceeds its limit: if the head shared a bucket with the
+    embedding, it could be reduced only at the end of the backward.
     """
     full, filling = [], collections.defaultdict(list)
     for p in parameters:
@@ -233,8 +240,8 @@ class Reducer(torch.nn.Module):
     """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a
     bucket, buckets are launched in order, and a callback ends the backward.
 
-    A subclass calls `_track` with its buckets, and has `_reduce`, which starts to reduce one and
-    returns what waits for the end.
+    A subclass calls `_track` with its buckets, in the order in which a backward fills them, and has
+    `_reduce(bucket)`, which starts to reduce one and returns a function that waits for the end.
     """
 
     def __init__(self, module, process_group, find_unused_parameters, options):
@@ -267,8 +274,7 @@ class Reducer(torch.nn.Module):
         return views[0][1]
 
     def _track(self, buckets):
-        """Follow the gradients of buckets, which are in the order in which a backward fills them.
-        """
+        """From now on move the gradients of these buckets' parameters into them."""
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
         self._names = {p: n for n, p in self.module.named_parameters() if p in self._bucket_of}
@@ -277,7 +283,8 @@ class Reducer(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Backwards in here only accumulate, in the buckets; the next one outside averages."""
+        """Backwards in here only accumulate, in the buckets; the next one outside averages all. It
+        matters where the backward runs, not where the forward does."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -287,7 +294,7 @@ class Reducer(torch.nn.Module):
     def _on_gradient(self, p):
         """Hook of p: autograd has added all that this backward adds to p.grad."""
         if torch.is_grad_enabled():
-            raise RuntimeError("backward(create_graph=True) is not supported: use autograd.grad()")
+            raise RuntimeError("backward(create_graph=True) is not supported: means have no graph")
         self._begin_backward()
         bucket = self._bucket_of[p]
         bucket.put(p, self._scale if self._averages else 1.0)
@@ -296,17 +303,17 @@ class Reducer(torch.nn.Module):
         self._launch()
 
     def _begin_backward(self):
-        """Called at each sign of a backward; all but the first are ignored."""
+        """Called at each sign of a backward; does something at the first one."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
-        if task < self._task:  # numbers only grow: this one was interrupted by another
+        if task < self._task:  # a backward inside it had the larger number, and has ended
             raise RuntimeError("checkpointing with use_reentrant=True is not supported")
         self._finish()  # what a backward that raised has launched
         self._task = task
         self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
         for bucket in self._buckets:
-            # Those of which the backward has a gradient; others must not delay the bucket.
+            # Only parameters that this backward reaches: others must not delay the bucket.
             bucket.pending = {p for p in bucket.places if
                               torch._C._will_engine_execute_node(get_gradient_edge(p).node)}
         self._averages = self.require_backward_grad_sync and any(b.pending for b in self._buckets)
@@ -314,12 +321,13 @@ class Reducer(torch.nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _launch(self, at_end=False):
-        """Launch buckets in their order, the same on all ranks, as far as they are ready."""
+        """Start to reduce buckets, as far as they wait for nothing. In their order, which all ranks
+        have in common; the order in which they fill may differ."""
         while self._to_launch and (at_end or not self._to_launch[0].pending):
             bucket = self._to_launch.popleft()
             for p in bucket.places:
                 if p not in self._used and bucket.put(p, self._scale):
-                    self._used.add(p)
+                    self._used.add(p)  # no_sync() has held a gradient back
             what = f"reduce the bucket from {self._names[next(iter(bucket.places))]} on"
             with record_function(f"start: {what}"):
                 wait = self._reduce(bucket)
@@ -346,8 +354,9 @@ class Reducer(torch.nn.Module):
 
     @torch.no_grad()
     def _end_backward(self):
-        """The engine's callback after a backward: launch what is left, wait, and agree on the
-        parameters that were used. Costs an all-reduce of a number per parameter."""
+        """The engine's callback after a backward: reduce the buckets that are left, wait for all,
+        and give each parameter that some rank has used its mean. Costs an all-reduce of a number
+        per parameter. Raises RuntimeError naming unused parameters, unless they are expected."""
         if not self._averages:
             return
         self._launch(at_end=True)
@@ -394,14 +403,14 @@ class DDP(Reducer):
                  find_unused_parameters=False, broadcast_buffers=True):
         super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}")
         self.input_device = device_ids[0] if device_ids else None
-        self.broadcast_buffers = broadcast_buffers and len([*module.buffers()]) > 0
+        self.broadcast_buffers = broadcast_buffers and any(True for _ in module.buffers())
         self._comm_hook = self.comm_state = None
         self._sync_buffers = True  # before the next forward
         trained = [p for p in module.parameters() if p.requires_grad]
         lists = fill_buckets(trained[::-1], int(bucket_cap_mb * 2**20))
         self._track([Bucket(parameters) for parameters in lists])
         for bucket in self._buckets:
-            bucket.flat = torch.cat([p.new_zeros(p.numel()) for p in bucket.places])
+            bucket.flat = next(iter(bucket.places)).new_zeros(bucket.n)
             bucket.means = {p: (p, bucket.view(p, bucket.flat)) for p in bucket.places}
         broadcast([*module.parameters(), *module.buffers()], self.process_group)
 
@@ -436,7 +445,8 @@ class DDP(Reducer):
     def register_comm_hook(self, state, hook):
         """From now on hook(state, bucket) -> Future reduces each bucket, taking the mean included.
 
-        bucket: a `Bucket`, which has the methods of torch.distributed.GradBucket.
+        bucket has the methods of torch.distributed.GradBucket. On CPU the hook runs on a thread,
+        beside the backward.
         """
         self.comm_state, self._comm_hook, self._scale = state, hook, 1.0
 

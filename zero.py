@@ -36,6 +36,7 @@ backward, parameters and state; and in two lines each Zero2 and Zero3.
 
 import collections
 import functools
+import itertools
 import math
 
 import torch
@@ -77,8 +78,8 @@ class ShardedBucket(Bucket):
         gradient   (S,) as master: the mean over ranks; the shards' `.grad` are views of it
     """
 
-    def __init__(self, unit, parameters, rank, W, param_dtype, reduce_dtype):
-        self.unit, self.rank, self.dtype = unit, rank, parameters[0].dtype
+    def __init__(self, unit, parameters, rank, W, device, param_dtype, reduce_dtype):
+        self.unit, self.rank, self.device, self.dtype = unit, rank, device, parameters[0].dtype
         self.param_dtype, self.reduce_dtype = (
             given if given is not None and self.dtype.is_floating_point else self.dtype
             for given in (param_dtype, reduce_dtype))
@@ -103,14 +104,14 @@ class ShardedBucket(Bucket):
     def shard(self, p, buffer):
         """This rank's part of p in a (S,) buffer: (n, 1, ..., 1), with p's number of dimensions."""
         (shape, _, start), (first, end) = self.places[p], self.part(p)
-        offset = start + first - self.rank * self.size if end > first else 0
+        offset = start + first - self.rank * self.size
         return buffer[offset:offset + end - first].view(end - first, *[1] * (len(shape) - 1))
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def show(self, whole):
         """Let the parameters be in whole or, if it is None, be nan: of their shape, no memory."""
         self.whole = whole
-        nothing = torch.full((), math.nan, device=self.master.device).to(self.param_dtype)
+        nothing = torch.full((), math.nan, device=self.device).to(self.param_dtype)
         for p, (shape, *_) in self.places.items():
             p.data = nothing.expand(shape) if whole is None else self.view(p, whole)
 
@@ -118,7 +119,7 @@ class ShardedBucket(Bucket):
         """Move p.grad into flat, added to what it holds of p; then all of it times scale. Returns
         whether there is a gradient."""
         if self.flat is None:
-            self.flat = torch.empty(self.n, dtype=self.reduce_dtype, device=p.device)
+            self.flat = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
         view = self.view(p, self.flat)
         if p in self.held:
             view.add_(0 if p.grad is None else p.grad).mul_(scale)
@@ -156,13 +157,15 @@ class Unit:
         self.waits = []  # of a gather under way
         self.version = None  # of the shards when they were last looked at
 
+    def current_version(self):
+        """A number that grows when the optimizer changes the shards."""
+        return sum(shard._version for bucket in self.buckets for shard in bucket.shards.values())
+
     def note_changes(self):
-        """If the optimizer has changed the shards, let autograd refuse graphs of the old weights.
-        """
-        version = sum(shard._version for bucket in self.buckets for shard in bucket.shards.values())
-        if version != self.version:
+        """If the shards have changed, let autograd refuse graphs of the old weights."""
+        if self.version != self.current_version():
+            self.version = self.current_version()
             torch.autograd.graph.increment_version(self.parameters)
-            self.version = version
 
 
 # -------------------------------------------------------------------------------------------------
@@ -217,10 +220,10 @@ class Zero1(Reducer):
         self._build_units(find_units(module) if units is None else units, reduce_dtype)
         self._take_in_values(init_fn)
         bucket_of = {p: b for unit in self._units for b in unit.buckets for p in b.places}
-        order = {p: i for i, p in enumerate(module.parameters())}
-        trained = {bucket_of[p] for p in order if p.requires_grad}
-        self._track(sorted(trained, key=lambda bucket: -min(order[p] for p in bucket.places)))
-        self._bucket_of = bucket_of  # those of frozen parameters too
+        # Ordered by when a backward fills them: when it reaches their first parameter.
+        trained = dict.fromkeys(bucket_of[p] for p in module.parameters() if p.requires_grad)
+        self._track(list(trained)[::-1])
+        self._bucket_of = bucket_of  # also of frozen parameters
         self._add_hooks()
 
     # ---- construction
@@ -232,13 +235,15 @@ class Zero1(Reducer):
             raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module")
         chosen = [m for m in names if m in set(units)]
         n_units = collections.Counter(t for m in chosen for t in (*m.modules(), *m.parameters()))
+        # A parameter that a module outside of all units has is the root's, in however many units.
+        n_units.update(2 * [p for m in names if n_units[m] == 0 for p in m._parameters.values()])
         self._units = [Unit("the root", self.module, lambda t: n_units[t] != 1),
                        *(Unit(names[m], m, lambda t: n_units[t] == 1) for m in chosen)]
         rank = dist.get_rank(self.shard_group)
         for unit in self._units:
             for parameters in fill_buckets(unit.parameters[::-1], BUCKET_BYTES, BUCKET_BYTES):
                 unit.buckets.append(ShardedBucket(unit, parameters, rank, self.shard_size,
-                                                  self.param_dtype, reduce_dtype))
+                                                  self._device, self.param_dtype, reduce_dtype))
 
     @torch.no_grad()
     def _take_in_values(self, init_fn):
@@ -375,7 +380,7 @@ class Zero1(Reducer):
         if unit in self._resident:  # in the order of the course, so that all ranks free the same
             self._resident.remove(unit)
             self._resident.append(unit)
-        for bucket in unit.buckets:
+        for bucket in self._buckets:
             bucket.pending.discard(unit)
         self._launch()
 
@@ -426,10 +431,12 @@ class Zero1(Reducer):
             self._averages = False
             self._to_launch.clear()
             self.zero_grad()
-        # No step comes between a backward in no_sync() and the next forward.
-        if self._frees_parameters or not any(bucket.held for bucket in self._buckets):
-            for unit in self._units:
-                self._free(unit)  # the shards may have changed
+        # Shards may have changed, also by writes to .data, which leave no trace. But no step comes
+        # after a backward in no_sync(): stages 1 and 2 do not gather again.
+        holds_back = any(bucket.held for bucket in self._buckets)
+        for unit in self._units:
+            if self._frees_parameters or not holds_back or unit.version != unit.current_version():
+                self._free(unit)
         self._course = collections.deque(self._units if module is self.module else ())
         while self._course and not self._frees_parameters:
             self._advance()
@@ -494,12 +501,12 @@ class Zero1(Reducer):
                 if bucket.gradient_in_flat and shard.grad is mean:
                     shard.grad = mean.clone()  # the buffer is about to be filled again
         if self._frees_parameters:
-            course = self._units[:0:-1]
-            while course and not any(p.requires_grad for p in course[-1].parameters):
-                course.pop()  # the backward does not reach it
-            self._course = collections.deque([self._units[0], *course])
-            for bucket in self._buckets:
-                bucket.pending.add(bucket.unit)  # its gather comes first, also where it is skipped
+            self._course = collections.deque([self._units[0], *self._units[:0:-1]])
+            # While a unit is in use the next one is gathered, and then its gradients are reduced.
+            # Ranks that skip it keep to this order, since native collectives have no tags.
+            for unit, following in itertools.pairwise([*self._course, self._course[-1]]):
+                for bucket in unit.buckets:
+                    bucket.pending.add(following)
             self._use(self._units[0])
 
     def _reduce(self, bucket):
@@ -611,9 +618,8 @@ class Zero1(Reducer):
                 bucket = self._bucket_of[t]
                 shape, strides, _ = bucket.places[t]
                 packed = torch.empty_strided(shape, strides, dtype=bucket.dtype).copy_(value)
-                first, end = bucket.part(t)
+                value = packed.as_strided((packed.numel(),), (1,))[slice(*bucket.part(t))]
                 t = bucket.shards[t].view(-1)
-                value = packed.as_strided((packed.numel(),), (1,))[first:end]
             t.copy_(value)
 
     def _check_fit(self, ours, state_dict):
