@@ -1,7 +1,7 @@
 """ZeRO: data parallelism in which each of W ranks keeps 1/W of what is needed only now and then.
 
     model = Zero3(module)                    # or Zero1, Zero2; then as with DDP
-    optimizer = torch.optim.AdamW(model.parameters(), fused=False)  # this rank's shards
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False)  # shards; see below
     loss = model(x, y)
     loss.backward()                          # on return each shard's `.grad` is the mean over ranks
     model.clip_grad_norm_(1.0)
@@ -20,18 +20,19 @@ needed any more is freed. The stages differ only in what they free:
 
 The module keeps its parameters: forward and backward compute with them. In stage 3 a gather gives
 them memory, and once that is freed they read as nan. The optimizer gets other parameters, the
-shards.
+shards. (A fused optimizer rounds the last elements of a tensor differently, so that its shards do
+not get the bits of the whole.)
 
 How it differs: a weight that autograd saves becomes a note, by which the backward gathers the unit
-again, in whatever way the model calls its units. Contributions to a gradient are added in rank
-order, micro-step by micro-step, which gives the bits of one process that accumulates the same micro
-batches.
+again. So a model may call its units again, out of order or in a checkpoint. Contributions to a
+gradient are added in rank order, micro-step by micro-step, which gives the bits of one process that
+accumulates the same micro batches.
 
 Cost beside the table: during the backward three buckets of 25 MB (Zero1: one); in Zero3 the root
 and two units; under no_sync() whole gradients.
 
-In this order: a bucket with shards, a unit, then Zero1: construction, gather and free, forward,
-backward, parameters and state; and in two lines each Zero2 and Zero3.
+In this order: three small functions, a bucket with shards, a unit, then Zero1: construction, gather
+and free, forward, backward, parameters and state; and in two lines each Zero2 and Zero3.
 """
 
 import collections
@@ -76,6 +77,9 @@ class ShardedBucket(Bucket):
         master     (S,) in the parameters' own dtype; the optimizer's shards are views of it
         flat       (W S,) in reduce_dtype: this rank's gradients until they are reduced, or None
         gradient   (S,) as master: the mean over ranks; the shards' `.grad` are views of it
+        held       parameters with a gradient in flat, of this backward or held back by no_sync()
+
+    Stage 1 keeps flat, and gradient is a part of it (`gradient_in_flat`); so is master of whole.
     """
 
     def __init__(self, unit, parameters, rank, W, device, param_dtype, reduce_dtype):
@@ -88,8 +92,7 @@ class ShardedBucket(Bucket):
         self.size = max(1, -(-self.n // W))  # S
         self.n = W * self.size
         self.whole = self.master = self.gradient = None
-        self.shards = {}  # parameter -> the optimizer's
-        self.held = set()  # parameters with a gradient in flat
+        self.shards, self.held = {}, set()  # shards: {parameter: the optimizer's}
 
     def own(self, buffer):
         """This rank's shard of a (W S,) buffer."""
@@ -109,7 +112,8 @@ class ShardedBucket(Bucket):
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def show(self, whole):
-        """Let the parameters be in whole or, if it is None, be nan: of their shape, no memory."""
+        """Point the parameters at whole or, if it is None, at a nan that is expanded to their
+        shape and takes no memory."""
         self.whole = whole
         nothing = torch.full((), math.nan, device=self.device).to(self.param_dtype)
         for p, (shape, *_) in self.places.items():
@@ -135,7 +139,8 @@ class ShardedBucket(Bucket):
         return p in self.held
 
     def earlier(self):
-        """What the shards' `.grad` hold from before this backward: [(S,)], or [] if nothing."""
+        """[what the shards' `.grad` hold from before this backward, (S,)], or [] if nothing: the
+        mean of a micro-step before."""
         before = {p: shard.grad for p, shard in self.shards.items() if shard.grad is not None}
         if all(before.get(p) is mean for p, (_, mean) in self.means.items()):
             return [self.gradient]
@@ -155,7 +160,7 @@ class Unit:
         self.submodules = list(filter(is_own, module.modules()))
         self.is_whole = False  # whether the parameters are gathered, or on their way
         self.waits = []  # of a gather under way
-        self.version = None  # of the shards when they were last looked at
+        self.version = None  # `current_version()` when it was last looked at
 
     def current_version(self):
         """A number that grows when the optimizer changes the shards."""
@@ -189,10 +194,12 @@ class Zero1(Reducer):
     module's `init_weights()`, which must skip what is still on meta, or `reset_parameters()` of the
     submodules. Rank 0's values count.
 
-    A forward is a collective, also one that only evaluates. Ranks may skip units, but gather all
-    of them in the same order: units called again, or out of the module's order, have to be so on
-    all ranks. Under autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
-    `zero_grad()` of this wrapper also drops what no_sync() holds back; an optimizer's cannot.
+    A forward is a collective, also one that only evaluates; in stage 3 so is a backward, also under
+    no_sync(). A rank may skip units, and gathers them nevertheless. But if a unit is called twice,
+    out of order, or in a second forward before the backward, then on all ranks alike. Under
+    autocast autograd saves 16-bit copies of all weights: use param_dtype instead. `zero_grad()` of
+    this wrapper also drops what no_sync() holds back; an optimizer's cannot. Keep the wrapper:
+    hooks refer to it weakly, and without it the module computes with nan.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
@@ -213,10 +220,10 @@ class Zero1(Reducer):
         self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
         self._entered = []  # (unit, saved-tensor hooks) of the forwards under way
-        self._course = collections.deque()  # units that all ranks gather from here, in this order
-        self._newest = None  # the unit that was last on the course
-        self._resident = []  # at most two units that are whole, beside the root; the older first
-        self._bucket_at = {}  # address of memory -> the bucket whose whole parameters are there
+        # The course: units still to be gathered in this pass, in the order common to all ranks.
+        self._course, self._newest = collections.deque(), None  # newest: the last one gathered
+        self._resident = []  # stage 3: whole units beside the root, at most two, the older first
+        self._bucket_at = {}  # stage 3: memory -> the bucket whose whole parameters are there
         self._build_units(find_units(module) if units is None else units, reduce_dtype)
         self._take_in_values(init_fn)
         bucket_of = {p: b for unit in self._units for b in unit.buckets for p in b.places}
@@ -306,7 +313,7 @@ class Zero1(Reducer):
         bucket.gradient_in_flat = (bucket.reduce_dtype == bucket.dtype and
                                    not self._frees_gradients and not self._offloads)
         for p in bucket.places:
-            # .data: only updates are to count in _version, not gathers, which write to master too.
+            # .data, for a _version of its own: a gather writes to master, which is no update.
             shard = torch.nn.Parameter(bucket.shard(p, bucket.master).data, p.requires_grad)
             vars(shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
             bucket.shards[p] = shard
@@ -363,8 +370,8 @@ class Zero1(Reducer):
             self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
 
     def _free(self, unit):
-        """Forget the whole parameters of unit. In stages 1 and 2 they are only out of date."""
-        self._finish_gather(unit)  # what it still sends comes from here
+        """Free the whole parameters of unit. Stages 1 and 2 keep them, to be gathered again."""
+        self._finish_gather(unit)  # or a rank that skips units would collect gathers under way
         unit.is_whole = False
         if self._frees_parameters:
             for bucket in unit.buckets:
@@ -377,7 +384,7 @@ class Zero1(Reducer):
         """Gather the next unit of the course, and launch the buckets that only waited for it."""
         unit = self._newest = self._course.popleft()
         self._gather(unit)
-        if unit in self._resident:  # in the order of the course, so that all ranks free the same
+        if unit in self._resident:  # now the newer one, so that all ranks free the same
             self._resident.remove(unit)
             self._resident.append(unit)
         for bucket in self._buckets:
@@ -385,8 +392,8 @@ class Zero1(Reducer):
         self._launch()
 
     def _use(self, unit):
-        """Make unit whole, after all that comes before it on the course, as other ranks may wait
-        for it. While a unit is in use, the next one is on its way."""
+        """Make unit whole. All that comes before it on the course is gathered first, since other
+        ranks may wait for it. While a unit is in use, the next one is on its way."""
         while unit in self._course:
             self._advance()
         self._gather(unit)
@@ -411,8 +418,8 @@ class Zero1(Reducer):
         return self.module(*inputs, **kwargs)
 
     def _enter(self, unit, module, inputs, kwargs):
-        """Forward pre-hook of unit's module and of its submodules: its parameters have to be whole.
-        """
+        """Forward pre-hook of unit's module and of its submodules: makes unit whole. A recomputed
+        forward comes here too, in the backward."""
         if in_backward():
             self._begin_backward()
         elif not self._entered:
@@ -431,8 +438,8 @@ class Zero1(Reducer):
             self._averages = False
             self._to_launch.clear()
             self.zero_grad()
-        # Shards may have changed, also by writes to .data, which leave no trace. But no step comes
-        # after a backward in no_sync(): stages 1 and 2 do not gather again.
+        # Shards may have changed, also by writes to .data, which leave no trace. But after a
+        # backward in no_sync() no step is due: then stages 1 and 2 need not gather again.
         holds_back = any(bucket.held for bucket in self._buckets)
         for unit in self._units:
             if self._frees_parameters or not holds_back or unit.version != unit.current_version():
@@ -465,7 +472,7 @@ class Zero1(Reducer):
             bucket = self._bucket_at.get(place)
             if bucket is not None:
                 return bucket, (t.shape, t.stride(), t.storage_offset()), bucket.unit.version
-            # Detached: t may be the output of the node that saves it, a cycle.
+            # Detached, since t may be the output of the node that saves it, which would be a cycle.
             return None, outer[0](t) if outer else t.detach(), t._version
 
         def unpack(note):
@@ -566,8 +573,8 @@ class Zero1(Reducer):
 
     @torch.no_grad()
     def full_parameters(self):
-        """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding one
-        bucket at a time. A collective: every rank has to go through all of it."""
+        """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding a
+        bucket or two. A collective: every rank has to go through all of it."""
         gathered = None
         for name, p in self.module.named_parameters():
             bucket = self._bucket_of[p]
@@ -642,7 +649,7 @@ class Zero2(Zero1):
 
 
 class Zero3(Zero2):
-    """P_os+g+p: parameters are whole only around the forward and the backward of their unit: the
-    root, the unit in use and the next one."""
+    """P_os+g+p: beside the root two units are whole at a time, the one in use and the next one.
+    Gathering a third one frees the older; the end of a backward or an evaluation frees all."""
 
     _frees_parameters = True
