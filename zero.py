@@ -59,9 +59,11 @@ def in_backward():
 
 
 def find_units(module):
-    """The elements of the outermost ModuleLists of module."""
+    """The elements of the outermost ModuleLists of module, except lists of bare parameters, which
+    are read by the module around."""
     if isinstance(module, torch.nn.ModuleList):
-        return [element for element in module if element is not None]
+        bare = torch.nn.ParameterList, torch.nn.ParameterDict, type(None)
+        return [element for element in module if not isinstance(element, bare)]
     return [unit for child in module.children() for unit in find_units(child)]
 
 
@@ -196,7 +198,8 @@ class Zero1(Reducer):
 
     A forward is a collective, also one that only evaluates; in stage 3 so is a backward, also under
     no_sync(). A rank may skip units, and gathers them nevertheless. But if a unit is called twice,
-    out of order, or in a second forward before the backward, then on all ranks alike. Under
+    out of order, or in a second forward before the backward, then on all ranks alike, and none may
+    skip one. A unit's parameters are nan outside of its forward, also for the root. Under
     autocast autograd saves 16-bit copies of all weights: use param_dtype instead. `zero_grad()` of
     this wrapper also drops what no_sync() holds back; an optimizer's cannot. Keep the wrapper:
     hooks refer to it weakly, and without it the module computes with nan.
@@ -271,6 +274,7 @@ class Zero1(Reducer):
         for p, stand_in in stand_ins.items():
             torch.utils.swap_tensors(p, stand_in)
         for unit in self._units:
+            unit.version = unit.current_version()
             for bucket in unit.buckets:
                 bucket.show(bucket.whole)
         if any(True for _ in self.module.buffers()):
@@ -398,7 +402,8 @@ class Zero1(Reducer):
             self._advance()
         self._gather(unit)
         self._finish_gather(unit)
-        if self._course and unit is self._newest:
+        # Unless the next one would take its place, as it may after a unit was called again.
+        if self._course and unit is self._newest and unit not in self._resident[:-1]:
             self._advance()
 
     def _end_pass(self, frees):
