@@ -236,9 +236,8 @@ def collectives(rounds, *flags):
     _, worker, _, _ = begin(flags)
     for n_bytes in (2**k for k in range(14, 27, 2)):
         flat = torch.ones(n_bytes // 4)
-        scratch = torch.ones(n_bytes // 4)
-        verbs = {"reduce-scatter": lambda: ddp.reduce_scatter(flat, scratch=scratch),
-                 "all-gather": lambda: ddp.wait_for(ddp.all_gather(flat))}
+        verbs = {"reduce-scatter": lambda: ddp.reduce_scatter(flat)(),
+                 "all-gather": lambda: ddp.all_gather(flat)()}
         for verb, function in verbs.items():
             seconds = []
             for _ in range(1 + 5 * int(rounds)):
