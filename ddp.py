@@ -291,6 +291,12 @@ class Reducer(torch.nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    def clip_grad_norm_(self, max_norm):
+        """Scale gradients in place to a total norm of at most max_norm; return the norm before,
+        a float64 scalar, the same on every rank. A collective if they are sharded."""
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        return clip_gradients_(gradients, max_norm, self.shard_group)
+
     def _on_gradient(self, p):
         """Hook of p: autograd has added all that this backward adds to p.grad."""
         if torch.is_grad_enabled():
@@ -363,9 +369,8 @@ class Reducer(torch.nn.Module):
         self._finish()
         self._averages = False
         parameters, names = zip(*self._names.items())
-        used = [p in self._used for p in parameters]
-        n_ranks = self._wait_for("agree on use",
-                                 lambda: count_ranks(used, parameters[0], self.process_group))
+        n_ranks = self._wait_for("agree on use", lambda: count_ranks(
+            [p in self._used for p in parameters], parameters[0], self.process_group))
         for p in itertools.compress(parameters, n_ranks):
             owner, mean = self._bucket_of[p].means[p]
             owner.grad = mean
@@ -449,11 +454,6 @@ class DDP(Reducer):
         beside the backward.
         """
         self.comm_state, self._comm_hook, self._scale = state, hook, 1.0
-
-    def clip_grad_norm_(self, max_norm):
-        """Scale gradients in place to a total norm of at most max_norm; return the norm before,
-        a float64 scalar, the same on every rank."""
-        return clip_gradients_([p.grad for p in self._names if p.grad is not None], max_norm)
 
     def full_parameters(self):
         """Yield (original name, whole parameter), a tied one once."""

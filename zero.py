@@ -47,7 +47,7 @@ from torch.profiler import record_function
 from torch.utils._pytree import tree_map_only
 
 from ddp import (Bucket, HierarchicalState, Reducer, add_in_rank_order, all_gather, all_reduce,
-                 broadcast, clip_gradients_, fill_buckets, reduce_scatter, weakly)
+                 broadcast, fill_buckets, reduce_scatter, weakly)
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's number
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
@@ -375,6 +375,8 @@ class Zero1(Reducer):
 
     def _free(self, unit):
         """Free the whole parameters of unit. Stages 1 and 2 keep them, to be gathered again."""
+        if not unit.is_whole:
+            return
         self._finish_gather(unit)  # or a rank that skips units would collect gathers under way
         unit.is_whole = False
         if self._frees_parameters:
@@ -569,12 +571,6 @@ class Zero1(Reducer):
         """{original name: where this rank's shard begins in the parameter, in elements in order of
         memory}: beside `named_parameters()` all that it takes to load at another world size."""
         return {name: self._bucket_of[p].part(p)[0] for name, p in self.module.named_parameters()}
-
-    def clip_grad_norm_(self, max_norm):
-        """Scale gradients in place to a total norm of at most max_norm; return the norm before,
-        a float64 scalar, the same on every rank. A collective."""
-        gradients = [shard.grad for shard in self.parameters() if shard.grad is not None]
-        return clip_gradients_(gradients, max_norm, self.shard_group)
 
     @torch.no_grad()
     def full_parameters(self):
