@@ -15,7 +15,7 @@ How it differs from its models:
   rank builds it, in which order, and whether the meta device came first, changes nothing.
 - q, k and v are one matrix, and so are the gate and up projections: three launches fewer a block.
   Rotary halves are laid out as in the Llama family (rotate_half, not interleaved), so that weights
-  of that family fit after a concatenation of rows: `llama_names`.
+  of that family fit row by row: `llama_views`.
 - Nothing in here knows about ranks. Wrappers only need that blocks sit in one ModuleList.
 
 Cost: Psi parameters take 4 Psi bytes in fp32; a training step needs about 6 Psi FLOPs a token plus
@@ -23,7 +23,9 @@ attention, see `GPT.flops_per_token`.
 """
 
 import hashlib
+import json
 import math
+import pathlib
 from dataclasses import dataclass
 
 import torch
@@ -283,70 +285,96 @@ class GPT(nn.Module):
 
 
 # -------------------------------------------------------------------------------------------------
-# the same model as transformers' LlamaForCausalLM
+# folders that transformers opens as LlamaForCausalLM: config.json and *.safetensors
+#
+# The package safetensors is imported where it is used: nothing else here needs it.
+
+# GPTConfig's names and Llama's.
+LLAMA_SIZES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_embd": "hidden_size",
+               "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
+               "n_hidden": "intermediate_size", "block_size": "max_position_embeddings",
+               "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
+# What this model always has, and a Llama may have otherwise.
+LLAMA_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False,
+               "mlp_bias": False}
+# A parameter of a block, and the parameters of Llama's that are its rows, from the first one on.
+LLAMA_ROWS = {"attn_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",),
+              "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+              "attn.proj": ("self_attn.o_proj",), "mlp.down": ("mlp.down_proj",),
+              "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj")}
 
 
-def llama_names(config):
-    """{our parameter's name: {the name of a Llama parameter: its number of rows}}: ours is these,
-    one below the other."""
-    C, H, V = config.n_embd, config.n_hidden, config.vocab_size
-    q, kv = config.n_head * config.head_size, config.n_kv_head * config.head_size
-    names = {"wte.weight": {"model.embed_tokens.weight": V}}
-    for i in range(config.n_layer):
-        for ours, theirs in (
-                ("attn_norm", {"input_layernorm": C}),
-                ("attn.qkv", {"self_attn.q_proj": q, "self_attn.k_proj": kv,
-                              "self_attn.v_proj": kv}),
-                ("attn.proj", {"self_attn.o_proj": C}),
-                ("mlp_norm", {"post_attention_layernorm": C}),
-                ("mlp.gate_up", {"mlp.gate_proj": H, "mlp.up_proj": H}),
-                ("mlp.down", {"mlp.down_proj": C})):
-            names[f"blocks.{i}.{ours}.weight"] = {
-                f"model.layers.{i}.{name}.weight": rows for name, rows in theirs.items()}
-    names["norm.weight"] = {"model.norm.weight": C}
+def llama_views(config, tensors):
+    """{our name: whole tensor} -> {Llama's name: its rows of ours}, sharing memory."""
+    views = {"model.embed_tokens.weight": tensors["wte.weight"],
+             "model.norm.weight": tensors["norm.weight"]}
     if not config.tied:
-        names["lm_head.weight"] = {"lm_head.weight": V}
-    return names
+        views["lm_head.weight"] = tensors["lm_head.weight"]
+    kv = config.n_kv_head * config.head_size
+    n_rows = {1: None, 2: config.n_hidden, 3: (config.n_embd, kv, kv)}  # by the number of parts
+    for i in range(config.n_layer):
+        for name, parts in LLAMA_ROWS.items():
+            ours = tensors[f"blocks.{i}.{name}.weight"]
+            for part, rows in zip(parts, ours.split(n_rows[len(parts)] or len(ours))):
+                views[f"model.layers.{i}.{part}.weight"] = rows
+    return views
 
 
-def to_llama_config(config):
-    """GPTConfig -> what config.json says of a LlamaForCausalLM of these sizes."""
+def write_llama(folder, tensors, config, end_token):
+    """Write {our name: whole tensor} as config.json and model.safetensors. Raises OSError."""
+    from safetensors.torch import save_file
+
+    views = llama_views(config, tensors)
+    save_file({name: rows.clone() for name, rows in views.items()},
+              pathlib.Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    llama = {theirs: getattr(config, ours) for ours, theirs in LLAMA_SIZES.items()} | LLAMA_FIXED
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    return dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_act="silu",
-                vocab_size=config.vocab_size, hidden_size=config.n_embd,
-                intermediate_size=config.n_hidden, num_hidden_layers=config.n_layer,
-                num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
-                head_dim=config.head_size, max_position_embeddings=config.block_size,
-                rms_norm_eps=config.norm_eps, tie_word_embeddings=config.tied,
-                rope_theta=config.rope_theta, rope_parameters=rope,  # until, and from, version 5 on
-                attention_bias=False, mlp_bias=False, attention_dropout=0.0, dtype="float32")
+    llama |= dict(architectures=["LlamaForCausalLM"], head_dim=config.head_size, dtype="float32",
+                  rope_parameters=rope, rope_theta=config.rope_theta,  # since, and before, version 5
+                  bos_token_id=end_token, eos_token_id=end_token)
+    pathlib.Path(folder, "config.json").write_text(json.dumps(llama, indent=1))
 
 
-def from_llama_config(llama):
-    """config.json as a dict -> options of GPTConfig.
-
-    Raises ValueError on what this model cannot be, KeyError on a size that is missing.
-    """
-    rope = llama.get("rope_parameters") or llama.get("rope_scaling") or {}
-    found = dict(
-        vocab_size=llama["vocab_size"], n_embd=llama["hidden_size"],
-        n_hidden=llama["intermediate_size"], n_layer=llama["num_hidden_layers"],
-        n_head=llama["num_attention_heads"], norm_eps=llama["rms_norm_eps"],
-        n_kv_head=llama.get("num_key_value_heads", llama["num_attention_heads"]),
-        block_size=llama["max_position_embeddings"], tied=llama.get("tie_word_embeddings", False),
-        rope_theta=rope.get("rope_theta", llama.get("rope_theta", 10000.0)))
-    for name, value in found.items():
-        kinds = (int, float) if name in ("norm_eps", "rope_theta") else (int,)
-        if name != "tied" and (type(value) not in kinds or value <= 0):
-            raise ValueError(f"{value!r} is no {name}")
-    expected = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False,
-                "mlp_bias": False, "head_dim": found["n_embd"] // found["n_head"],
-                "rope_type": "default", "partial_rotary_factor": 1}
-    told = {**llama, **rope, "rope_type": rope.get("rope_type", rope.get("type"))}
-    for name, value in expected.items():
-        if told.get(name) not in (None, value):
-            raise ValueError(f"{name} is {told[name]}, but only {value} is supported")
+def read_llama_config(folder):
+    """Options of GPTConfig from a folder's config.json. Raises OSError, and ValueError on what this
+    model cannot be."""
+    path = pathlib.Path(folder, "config.json")
+    try:
+        llama = {"tie_word_embeddings": False, "num_key_value_heads": None,
+                 **json.loads(path.read_bytes())}
+        rope = llama.get("rope_parameters") or llama.get("rope_scaling") or {}
+        found = {ours: llama[theirs] for ours, theirs in LLAMA_SIZES.items()}
+        found["rope_theta"] = rope.get("rope_theta", llama.get("rope_theta", 10000.0))
+        fixed = dict(LLAMA_FIXED, rope_type="default",
+                     head_dim=found["n_embd"] // max(1, found["n_head"]))
+        given = {"rope_type": rope.get("type"), **llama, **rope}
+        for name, value in fixed.items():
+            if given.get(name) not in (None, value):
+                raise ValueError(f"{name} is {given[name]}, but this model only has {value}")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
     return found
+
+
+@torch.no_grad()
+def read_llama_weights(model, folder):
+    """Copy a folder's weights into all parameters of model that are not on meta; of the others only
+    names and shapes are read. Raises ValueError where one is missing or misshapen."""
+    from safetensors import SafetensorError, safe_open
+
+    files = {}  # Llama's name -> the open file that has it; tensors are read one by one
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        try:
+            file = safe_open(path, "pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        files |= dict.fromkeys(file.keys(), file)
+    for name, rows in llama_views(model.config, dict(model.named_parameters())).items():
+        shape = files[name].get_slice(name).get_shape() if name in files else "missing"
+        if shape != list(rows.shape):
+            raise ValueError(f"{folder}: {name} is {shape} in *.safetensors, not {[*rows.shape]}")
+        if not rows.is_meta:
+            rows.copy_(files[name].get_tensor(name))
 
 
 # -------------------------------------------------------------------------------------------------

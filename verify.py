@@ -1416,8 +1416,8 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
     """
     entries = lines_of(folder / "metrics.jsonl")
     assert [entry["step"] for entry in entries] == list(range(1, max_steps + 1))
-    for before, entry in zip([{}, *entries], entries):
-        is_skipped = entry["param_norm"] == before.get("param_norm")
+    for before, entry in itertools.pairwise(entries):
+        is_skipped = entry["param_norm"] == before["param_norm"]
         assert is_skipped == (None in (entry["loss"], entry["grad_norm"])), entry
         assert METRICS <= entry.keys(), entry
     assert RESULT <= result.keys() and result["peak_mem_bytes"] > 1e8, result
@@ -1425,8 +1425,7 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
         mode, W, max_steps, 1, entries[-1]["val_loss"]], result
     cast = options.keys() & {"param_dtype", "reduce_dtype"}
     whole, sharded = BYTES.get(" ".join([mode, *cast]), BYTES.get(mode, (16, 0)))
-    for kind in ("bytes_per_param", "bytes_per_param_formula"):
-        assert abs(result[kind] / (whole + sharded / (shard_size or W)) - 1) < 0.02, (kind, result)
+    assert abs(result["bytes_per_param"] / (whole + sharded / (shard_size or W)) - 1) < 0.02, result
     traces = [path.read_text() for path in folder.glob("*trace*")]
     assert len(traces) == W * bool(profile)
     assert all(kind in trace for trace in traces for kind in ("gather", "reduce", "wait"))
@@ -1805,7 +1804,7 @@ def readme_leads_there(n):
 
 
 # Lines of code that no file exceeds: neither blank, nor comments, nor docstrings.
-CEILINGS = {"model.py": 225, "ddp.py": 320, "zero.py": 430, "train.py": 1448, "verify.py": 1200,
+CEILINGS = {"model.py": 245, "ddp.py": 320, "zero.py": 430, "train.py": 780, "verify.py": 1200,
             "bench.sh": 810}
 
 
