@@ -311,11 +311,11 @@ def llama_views(config, tensors):
     if not config.tied:
         views["lm_head.weight"] = tensors["lm_head.weight"]
     kv = config.n_kv_head * config.head_size
-    n_rows = {1: None, 2: config.n_hidden, 3: (config.n_embd, kv, kv)}  # by the number of parts
+    n_rows = {"attn.qkv": (config.n_embd, kv, kv), "mlp.gate_up": config.n_hidden}  # of each part
     for i in range(config.n_layer):
         for name, parts in LLAMA_ROWS.items():
             ours = tensors[f"blocks.{i}.{name}.weight"]
-            for part, rows in zip(parts, ours.split(n_rows[len(parts)] or len(ours))):
+            for part, rows in zip(parts, ours.split(n_rows.get(name, len(ours)))):
                 views[f"model.layers.{i}.{part}.weight"] = rows
     return views
 
@@ -330,7 +330,7 @@ def write_llama(folder, tensors, config, end_token):
     llama = {theirs: getattr(config, ours) for ours, theirs in LLAMA_SIZES.items()} | LLAMA_FIXED
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     llama |= dict(architectures=["LlamaForCausalLM"], head_dim=config.head_size, dtype="float32",
-                  rope_parameters=rope, rope_theta=config.rope_theta,  # since, and before, version 5
+                  rope_parameters=rope, rope_theta=config.rope_theta,  # of version 5, and before
                   bos_token_id=end_token, eos_token_id=end_token)
     pathlib.Path(folder, "config.json").write_text(json.dumps(llama, indent=1))
 

@@ -168,7 +168,8 @@ def parse_args(argv):
         if bool in kinds:
             how = dict(action=argparse.BooleanOptionalAction)
         parser.add_argument(f"--{option.name}", default=option.default,
-                            help=f"{comments[option.name]} [{option.default}]", **how)
+                            help=f"{comments[option.name]} [{option.default}]".removesuffix(
+                                " [None]"), **how)
     config = Config(**vars(parser.parse_args(argv)))
     for name, value in vars(config).items():
         least, most = 1e-9 if name in POSITIVE else 0, AT_MOST.get(name, 1e18)
@@ -197,6 +198,8 @@ def check(config):
     is_auto = config.micro_batch_size == "auto"
     if is_auto and not config.memory_limit_gb and not torch.cuda.is_available():
         raise ValueError("--micro_batch_size auto needs --memory_limit_gb on a CPU")
+    if config.resume not in (None, "auto") and not pathlib.Path(config.resume, SUMS).is_file():
+        raise ValueError(f"--resume {config.resume} is not a checkpoint: it has no {SUMS}")
     if config.profile and config.max_steps < config.profile + 2:
         raise ValueError(f"--profile {config.profile} needs --max_steps {config.profile + 2}")
     for flag, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"),
@@ -310,16 +313,13 @@ def on_rank_0(function, *arguments):
 
 
 def check_ranks_agree(facts):
-    """facts: {name: value}. Where ranks have different values, raise Stop on all of them, naming
-    the first such fact, and which ranks have which value. A collective."""
+    """facts: {name: value}. Where ranks have different values, raise Stop on all of them, with the
+    first such fact and the values of all ranks. A collective."""
     views = gather(facts)
     for name in facts:
-        ranks = {}  # value -> those that have it
-        for rank, view in enumerate(views):
-            ranks.setdefault(view[name], []).append(str(rank))
-        if len(ranks) > 1:
-            found = [f"{value} on rank {'+'.join(where)}" for value, where in ranks.items()]
-            raise Stop(f"ranks differ in {name}: {', but '.join(found)}")
+        values = [view[name] for view in views]
+        if len(set(values)) > 1:
+            raise Stop(f"ranks differ in {name}, which is {values} on ranks 0 to {len(values) - 1}")
 
 
 def say(text, file=None):
