@@ -139,9 +139,10 @@ CHOICES = {"mode": ("single", "naive", "ddp", *ZERO, "torch-ddp", "torch-fsdp"),
            "model": PRESETS, "dtype": DTYPES, "param_dtype": DTYPES, "reduce_dtype": DTYPES,
            "comm_hook": ("bf16", "powersgd", "topk", "hierarchical")}
 # Numbers that must be above 0, where others may be 0, and the largest values that make sense.
-POSITIVE = {"max_steps", "threads", "timeout_s", "keep_last", "global_batch_size",
-            "micro_batch_size", "block_size", "bucket_cap_mb", "topk_ratio"}
-AT_MOST = {"threads": 1024, "timeout_s": 1e6, "topk_ratio": 1, "beta1": 0.99999, "beta2": 0.99999}
+POSITIVE = {"max_steps", "threads", "timeout_s", "keep_last", "global_batch_size", "node_size",
+            "micro_batch_size", "bucket_cap_mb", "topk_ratio", "shard_size", *SIZES}
+AT_MOST = {"threads": 1024, "timeout_s": 1e6, "bucket_cap_mb": 1e6, "topk_ratio": 1,
+           "beta1": 0.99999, "beta2": 0.99999}
 # Flags that do nothing by themselves, each with the flag that it needs and the values of that.
 BELONGS = {"param_dtype": ("mode", ZERO), "reduce_dtype": ("mode", ZERO),
            "shard_size": ("mode", ZERO), "offload": ("mode", ZERO), "comm_hook": ("mode", ["ddp"]),
@@ -174,7 +175,7 @@ def parse_args(argv):
     for name, value in vars(config).items():
         least, most = 1e-9 if name in POSITIVE else 0, AT_MOST.get(name, 1e18)
         if isinstance(value, int | float) and not least <= value <= most:  # nan is in no range
-            parser.error(f"--{name} {value} is not from {least} to {most}")
+            parser.error(f"--{name} {value} is out of range")
     config.mode = config.mode or ("ddp" if "RANK" in os.environ else "single")
     config.min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
     return config
@@ -194,14 +195,9 @@ def check(config):
             raise ValueError(f"--{name} {getattr(config, name)} does not divide {W} ranks")
     if config.dtype == "fp16" and config.comm_hook in ("powersgd", "topk"):
         raise ValueError(f"--dtype fp16 and --comm_hook {config.comm_hook}: choose bf16")
+    if config.init_from and any(getattr(config, name) for name in SIZES[:-1]):
+        raise ValueError("--init_from has sizes of its own: only --block_size can be another")
     accumulation_steps(config)
-    is_auto = config.micro_batch_size == "auto"
-    if is_auto and not config.memory_limit_gb and not torch.cuda.is_available():
-        raise ValueError("--micro_batch_size auto needs --memory_limit_gb on a CPU")
-    if config.resume not in (None, "auto") and not pathlib.Path(config.resume, SUMS).is_file():
-        raise ValueError(f"--resume {config.resume} is not a checkpoint: it has no {SUMS}")
-    if config.profile and config.max_steps < config.profile + 2:
-        raise ValueError(f"--profile {config.profile} needs --max_steps {config.profile + 2}")
     for flag, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"),
                           ("init_from", "safetensors"), ("export_hf", "safetensors")):
         if getattr(config, flag) and not importlib.util.find_spec(package):
@@ -213,8 +209,7 @@ def accumulation_steps(config):
     m = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
     at_once = m * dist.get_world_size()  # sequences in a micro-step of all ranks
     if config.global_batch_size % at_once:
-        raise ValueError(f"--global_batch_size {config.global_batch_size} is not a multiple of "
-                         f"{at_once}, the micro batches of all ranks")
+        raise ValueError(f"--global_batch_size: no multiple of {at_once}, micro batch times ranks")
     return config.global_batch_size // at_once
 
 
@@ -236,8 +231,8 @@ class Stop(Exception):
     """All ranks stop here, for a reason that is said in one line."""
 
 
-def meet(rank, world_size, timeout):
-    """The store that torchrun offers, under a prefix that only the ranks of this start know.
+def meet(store, rank, world_size, timeout):
+    """store, torchrun's, under a prefix that only the ranks of this start know.
 
     torchrun keeps its store over restarts (torch 2.13), and in it the addresses of dead ranks, for
     which new ranks would wait. It counts restarts, but per node, so the count is no prefix that
@@ -245,9 +240,6 @@ def meet(rank, world_size, timeout):
     it has drawn itself: an answer to a dead rank is never taken for one's own. Raises Stop if a
     rank does not come within timeout, a timedelta.
     """
-    is_ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-                          is_master=is_ours, timeout=timeout, wait_for_workers=False)
     drawn, deadline_s = os.urandom(8).hex(), time.monotonic() + timeout.total_seconds()
     if rank > 0:
         store.set(f"ask/{rank}", drawn)
@@ -266,8 +258,9 @@ def meet(rank, world_size, timeout):
 
 
 def start_process_group(config):
-    """Join the other ranks, of which there are none without torchrun -> this rank's device: the GPU
-    of its number on this host, shared where there are fewer GPUs than ranks, else the CPU."""
+    """Join the other ranks, of which there are none without torchrun -> this rank's device, and a
+    store that lives as long as torchrun does. The device is the GPU of the rank's number on this
+    host, shared where there are fewer GPUs than ranks, else the CPU."""
     torch.set_num_threads(config.threads)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     n_gpus, device = torch.cuda.device_count(), torch.device("cpu")
@@ -277,9 +270,14 @@ def start_process_group(config):
     # NCCL refuses two ranks on one GPU; gloo does not.
     backend = "nccl" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= n_gpus else "gloo"
     timeout = datetime.timedelta(seconds=config.timeout_s)
-    store = meet(rank, world_size, timeout) if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return device
+    store = own = dist.HashStore()
+    if "RANK" in os.environ:
+        is_ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                              is_master=is_ours, timeout=timeout, wait_for_workers=False)
+        own = meet(store, rank, world_size, timeout)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
+    return device, store
 
 
 def gather(value):
@@ -301,9 +299,9 @@ def together(function, *arguments):
         result = function(*arguments)
     except (ValueError, OSError, RuntimeError) as error:
         problem = str(error)
-    for rank, problem in enumerate(gather(problem)):
-        if problem is not None:
-            raise Stop(f"rank {rank}: {problem}" if rank else problem)
+    for rank, found in enumerate(gather(problem)):
+        if found is not None:
+            raise Stop(f"rank {rank}: {found}" if rank else found)
     return result
 
 
@@ -383,6 +381,7 @@ def tokenize(text, tokenizer, out_dir):
         ids = tokenizer.encode_to_numpy(text, allowed_special={END_OF_TEXT}, disallowed_special=())
         unfinished = path.with_name(f".{os.urandom(4).hex()}.npy")
         np.save(unfinished, ids.astype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32))
+        fsync(unfinished)
         os.replace(unfinished, path)
     return np.load(path, mmap_mode="r")
 
@@ -402,11 +401,16 @@ def load_tokens(config, tokenizer, vocab_size):
         raise ValueError(f"--dataset {path}: {error}") from error
     for part, n in zip(parts, (config.global_batch_size, 1 if config.eval_steps else 0)):
         if count_blocks(part, config) < n:
-            raise ValueError(f"--dataset {path}: {len(part)} tokens, to train or to validate on, "
-                             f"are fewer than {n} blocks of {config.block_size}")
+            raise ValueError(f"--dataset {path} is too short: {len(part)} tokens for {n} blocks")
         if n and part.max() >= vocab_size:  # reads the file once: a crash in mid-run costs more
-            raise ValueError(f"--dataset {path} has token {part.max()}, --tokenizer {vocab_size}")
+            raise ValueError(f"--dataset {path} has token {part.max()}, but there are {vocab_size}")
     return parts
+
+
+def fingerprint(tokens):
+    """Their number, and a hash of about a million of them."""
+    some = np.ascontiguousarray(tokens[::max(1, len(tokens) // 2**20)])
+    return f"{len(tokens)} tokens with hash {hashlib.sha256(some).hexdigest()[:16]}"
 
 
 def count_blocks(tokens, config):
@@ -468,9 +472,6 @@ def build_model(config, tokenizer):
     sizes = (read_llama_config(config.init_from) if config.init_from else
              dict(PRESETS[config.model], vocab_size=tokenizer.n_vocab))
     sizes |= {name: getattr(config, name) for name in SIZES if getattr(config, name) is not None}
-    if sizes["vocab_size"] < tokenizer.n_vocab:
-        raise ValueError(f"--tokenizer {tokenizer.name} has {tokenizer.n_vocab} tokens, but "
-                         f"--init_from {config.init_from} only {sizes['vocab_size']}")
     with torch.device("meta" if config.mode in ZERO else "cpu"):
         model = GPT(GPTConfig(seed=config.seed, **sizes,
                               activation_checkpointing=config.activation_checkpointing))
@@ -666,15 +667,16 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, stop=Fals
 
 def over_ranks(entry, device):
     """{name: [min, mean, max] over ranks} of what each rank measures for itself, and the slowest
-    rank. All ranks take as long as that one, so it is the one that waits least. A collective."""
+    rank. All ranks take as long as that one, so it is the one that waits least; None in the torch
+    modes, which do not say how long they wait. A collective."""
     names = ("step_ms", "comm_exposed_ms", "mem_bytes")
     table = torch.zeros(dist.get_world_size(), len(names), dtype=torch.float64, device=device)
     table[dist.get_rank()] = table.new_tensor([entry[name] for name in names])
     dist.all_reduce(table)
-    busy_ms = table[:, 0] - table[:, 1].nan_to_num(0.0)
+    busy_ms = table[:, 0] - table[:, 1]
     found = {name: [t.min().item(), t.mean().item(), t.max().item()]
              for name, t in zip(names, table.T)}
-    return found | dict(slowest=busy_ms.argmax().item())
+    return found | dict(slowest=None if busy_ms.isnan().any() else busy_ms.argmax().item())
 
 
 def peak_mem_bytes(device, reset=False):
@@ -702,6 +704,8 @@ def largest_micro_batch(config, tokenizer, device):
     are tried on a model and on data that are thrown away. 5 % of the limit is kept for evaluation
     and checkpoints, which are not tried.
     """
+    if not config.memory_limit_gb and device.type == "cpu":
+        raise Stop("--micro_batch_size auto needs --memory_limit_gb on a CPU")
     n_bytes = 1e9 * (config.memory_limit_gb or 0) or torch.cuda.mem_get_info(device)[0]
     limit, W, peaks = 0.95 * n_bytes, dist.get_world_size(), []
     model = wrap(build_model(config, tokenizer), config, device)
@@ -740,9 +744,9 @@ def evaluate(model, tokens, config, device):
     """Mean loss over eval_steps micro batches of validation tokens, divided among the ranks. A
     collective.
 
-    The blocks are the same in every run, whatever its seed, so that runs can be compared. A forward
-    may be a collective, so all ranks make the same number: a rank without a micro batch of its own
-    repeats the last one, and that loss does not count.
+    The blocks are the same in every run of one micro batch size, whatever its seed, so that runs
+    can be compared. A forward may be a collective, so all ranks make the same number: a rank
+    without a micro batch of its own repeats the last one, and that loss does not count.
     """
     model.eval()
     rank, W, n_blocks = dist.get_rank(), dist.get_world_size(), count_blocks(tokens, config)
@@ -832,6 +836,7 @@ def bytes_per_param(model, plain, optimizer):
 # checkpoints before as they are.
 
 RECORD, SUMS = "checkpoint.json", "SHA256SUMS"
+HASHED = (".distcp", ".metadata", RECORD)  # ends of the names of the files that SUMS has
 
 
 class Slice(torch.Tensor):
@@ -882,19 +887,18 @@ def newest_first(out_dir):
     return sorted(folders, key=lambda path: -int(path.name[5:]))
 
 
+def sha256_line(path):
+    with open(path, "rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
+
+
 def checksums(folder):
     """The lines that SHA256SUMS has to have for what is in folder now. A collective: each rank
-    reads its share of the files."""
-    names = gather(sorted({path.name for path in folder.glob("*")} - {SUMS}))[0]
-
-    def read():
-        lines = []
-        for name in names[dist.get_rank()::dist.get_world_size()]:
-            with open(folder / name, "rb") as file:
-                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}")
-        return lines
-
-    return sorted(sum(gather(together(read)), []))
+    reads its share of the files. What others have put there, such as .DS_Store, is left out."""
+    names = sorted(path.name for path in folder.glob("*") if path.name.endswith(HASHED))
+    share = gather(names)[0][dist.get_rank()::dist.get_world_size()]
+    lines = together(lambda: [sha256_line(folder / name) for name in share])
+    return sorted(sum(gather(lines), []))
 
 
 def fsync(path):
@@ -918,7 +922,7 @@ def save_checkpoint(out_dir, tensors, record):
         return True
     except (dcp.CheckpointException, Stop) as error:
         problem = str(error).strip().splitlines()[-1]  # dcp's has the tracebacks of all ranks
-        say(f"train.py: step {record['step']}: no checkpoint was written, earlier ones are as they "
+        say(f"train.py: step {record['step']}: the checkpoint failed, earlier ones are as they "
             f"were: {problem} (is the disk full, or gone?)", sys.stderr)
         on_rank_0(shutil.rmtree, unfinished, True)
         return False
@@ -936,85 +940,84 @@ def publish(unfinished, folder):
 def tidy(out_dir, best_step, keep_last):
     """Rank 0: point `best` to the best checkpoint, if it is there. Remove those that are neither it
     nor among the keep_last newest ones."""
-    best, link = out_dir / f"step_{best_step or 0:08d}", out_dir / "best"
+    best, link = out_dir / f"step_{best_step:08d}", out_dir / "best"
     link.unlink(missing_ok=True)
-    if best.exists():
+    if best.exists():  # there is no step 0, which means none
         link.symlink_to(best.name)
     for old in newest_first(out_dir)[keep_last:]:
         if old != best:
             shutil.rmtree(old.rename(out_dir / f".{old.name}.removed"), ignore_errors=True)
 
 
-def check_files(folder):
-    """Raise Stop, naming a file, unless a checkpoint is as it was written. A collective. This comes
-    before anything is read: .metadata is a pickle."""
-    expected = together((folder / SUMS).read_text, "utf-8", "replace").splitlines()
-    for line in sorted(set(checksums(folder)) ^ set(expected)):
-        raise Stop(f"{folder / line[66:]} is truncated, damaged or missing: see {folder / SUMS}")
-
-
 def newest_sound(folders):
-    """The first of folders that is not damaged, None if there are no folders. Raises Stop if all
-    are damaged. A collective."""
+    """The first of folders whose files are as they were written, None if there are no folders.
+    Raises Stop, naming the files, if there is none such. A collective.
+
+    This comes before anything else is read: .metadata is a pickle.
+    """
     folders = gather(folders)[0]  # rank 0's view: a network disk may show other ranks an older one
     for folder in folders:
-        try:
-            check_files(folder)
+        sums, found = folder / SUMS, checksums(folder)
+        expected = gather(sums.read_text("utf-8", "replace") if sums.is_file() else "")[0]
+        if expected and found == expected.splitlines():
             return folder
-        except Stop as problem:
-            if folder == folders[-1]:
-                raise
-            say(f"train.py: {problem}; falling back to the checkpoint before", sys.stderr)
+        names = sorted({line[66:] for line in set(found) ^ set(expected.splitlines())})
+        problem = f"{folder} does not match its {SUMS}: {', '.join(names) or 'no checkpoint'}"
+        if folder == folders[-1]:
+            raise Stop(problem)
+        say(f"train.py: {problem}; falling back to the checkpoint before", sys.stderr)
 
 
-def resume(config, out_dir, tensors, facts):
-    """Load the checkpoint that --resume names into tensors -> its record, None to begin anew. After
-    a restart by torchrun, the newest one in out_dir counts, whatever --resume says.
+def resume(config, out_dir, tensors, facts, store):
+    """Load the checkpoint that --resume names into tensors -> its record, None to start over. A
+    collective. After a restart by torchrun, the newest one in out_dir counts, whatever --resume
+    says. Raises Stop where the checkpoint is damaged, or of a run with other facts.
 
-    Raises Stop where it is damaged, or of a run with other facts. Then leaves in out_dir only the
-    past of the run that goes on. A collective.
+    Then out_dir is rewound: it only has the past of this run.
     """
-    is_restart = any(gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"))
+    is_restart = store.check(["begun"])
     folders = newest_first(out_dir) if config.resume == "auto" or is_restart else []
     folders += [pathlib.Path(config.resume)] if config.resume not in (None, "auto") else []
-    folder, record = newest_sound(folders), None
+    folder, record, past = newest_sound(folders), None, None
     if folder:
         record = json.loads((folder / RECORD).read_text())
         for name, value in facts.items():
-            if record["facts"][name] != value:
-                raise Stop(f"{folder} has {name} {record['facts'][name]}, and this run {value}")
+            if record["facts"].get(name) != value:
+                raise Stop(f"{folder} has {name} {record['facts'].get(name)}, and this run {value}")
         if record["step"] > config.max_steps:
             raise Stop(f"--max_steps {config.max_steps} is less than the steps of {folder}")
-        # Partial, since what top-k has not sent is each rank's own, and there may be more ranks.
+        # Partial, since a rank that was not there before has no residual of top-k to load.
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder),
                  planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
         say(f"resumed from {folder}, after step {record['step']}")
-    is_own = folder is not None and folder.resolve().parent == out_dir
-    on_rank_0(clear, out_dir, record["progress"] if is_own else {}, is_own or is_restart)
+        if folder.resolve().parent == out_dir:
+            past = record["progress"]
+    on_rank_0(rewind, out_dir, past or dict(step=0, best_step=0), past or is_restart)
+    # Only now: what a start that dies earlier finds in out_dir is not of this run.
+    on_rank_0(store.set, "begun", "")
     return record
 
 
-def clear(out_dir, progress, goes_on):
-    """Rank 0: leave in out_dir the past of a run that goes on after progress, or nothing. Whatever
-    else is there gets another name, by one rename that is said, and is not looked at again."""
-    now, step = time.strftime("%Y%m%d-%H%M%S"), progress.get("step", 0)
-    metrics = out_dir / "metrics.jsonl"
-    if not goes_on and (newest_first(out_dir) or metrics.exists()):
-        earlier = out_dir.rename(f"{out_dir}.{now}")
-        out_dir.mkdir()
-        say(f"the earlier run in {out_dir} is now in {earlier}")
-        for tokens in earlier.glob("tokens-*.npy"):  # a cache, and of no run
-            tokens.rename(out_dir / tokens.name)
+def rewind(out_dir, progress, keeps_metrics):
+    """Rank 0: bring out_dir to where it was after progress. Whatever is newer, damaged or of an
+    earlier run is moved aside, which is said, and is not looked at again."""
+    aside = out_dir / time.strftime(f"earlier_%Y%m%d_%H%M%S_{os.getpid()}")
+    moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > progress["step"]]
+    for pattern in ("best", "metrics.jsonl", "tensorboard", "trace_rank*.json"):
+        moved += [] if keeps_metrics else out_dir.glob(pattern)
+    if moved:
+        aside.mkdir()
+        say(f"{', '.join(path.name for path in moved)} of an earlier run: moved to {aside}")
+    for path in moved:
+        path.rename(aside / path.name)
     for hidden in out_dir.glob(".step_*"):  # of a run that was killed
         shutil.rmtree(hidden)
-    for ahead in newest_first(out_dir):
-        if int(ahead.name[5:]) > step:  # damaged, or newer than what --resume names
-            say(f"{ahead} is now {ahead.rename(f'{ahead}.{now}')}")
-    tidy(out_dir, progress.get("best_step"), sys.maxsize)
+    tidy(out_dir, progress["best_step"], sys.maxsize)
+    metrics = out_dir / "metrics.jsonl"
     if metrics.exists():
         # Whole lines only: a kill may have torn the last one.
         lines = re.findall(r'^({"step": (\d+),.*}\n)', metrics.read_text(errors="replace"), re.M)
-        kept = "".join(line for line, number in lines if int(number) <= step)
+        kept = "".join(line for line, number in lines if int(number) <= progress["step"])
         (out_dir / ".metrics").write_text(kept)
         (out_dir / ".metrics").replace(metrics)
 
@@ -1031,12 +1034,12 @@ def finite(entry):
 def print_step(entry, recent, config):
     """The line of a step. recent: the entries of the last 100 steps, for the time that is left."""
     e, n = entry, config.max_steps
-    left_s = round((n - e["step"]) * statistics.fmean(e["step_ms"] for e in recent) / 1e3)
+    mfu = "-" if math.isnan(e["mfu"]) else f"{100 * e['mfu']:.1f}%"
+    left_s = round((n - e["step"]) * statistics.fmean(old["step_ms"] for old in recent) / 1e3)
     say(f"step {e['step']:5d}/{n} | loss {e['loss']:.4f} | lr {e['lr']:.2e} | "
         f"grad norm {e['grad_norm']:.3f} | param norm {e['param_norm']:.2f} | "
-        f"{e['tokens_per_sec']:,.0f} tokens/s | "
+        f"{e['tokens_per_sec']:,.0f} tokens/s | mfu {mfu} | "
         f"{e['mem_bytes'] / 1e9:.2f} GB | {left_s // 60}m{left_s % 60:02d}s left"
-        + (f" | mfu {100 * e['mfu']:.1f}%" if e["mfu"] else "")
         + (f" | val loss {e['val_loss']:.4f}" if "val_loss" in e else "")
         + (" | skipped, not finite" if e["skipped"] else ""))
 
@@ -1076,6 +1079,7 @@ def start_profiler(config):
         schedule=torch.profiler.schedule(wait=1, warmup=1, active=config.profile, repeat=1),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(path))
     profiler.start()
+    atexit.register(profiler.stop)  # if the run ends before, it writes what there is
     return profiler
 
 
@@ -1087,8 +1091,7 @@ def print_result(model, entry, recent, n_bytes, config):
                   peak_mem_bytes=int(entry["ranks"]["mem_bytes"][-1]), bytes_per_param=n_bytes,
                   param_sha256=param_sha256(model), threads=config.threads)
     for name in ("tokens_per_sec", "step_ms", "comm_exposed_ms", "mfu"):
-        values = [e[name] for e in recent if e[name] is not None]
-        result[name] = statistics.median(values) if values else None
+        result[name] = statistics.median([entry[name] for entry in recent] or [math.nan])
     say("RESULT " + json.dumps(finite(result)))
 
 
@@ -1096,22 +1099,22 @@ def print_result(model, entry, recent, n_bytes, config):
 # the run
 
 
-def is_due(step, interval, last=None):
-    """Whether something happens after a step; with interval 0 never."""
-    return interval > 0 and (step == last or step % interval == 0)
+def is_due(step, interval, also=None):
+    """Whether something happens after a step, every interval steps and after step `also`; with
+    interval 0 never."""
+    return interval > 0 and (step == also or step % interval == 0)
 
 
 def main(config, progress):
     """A whole run -> exit status. progress: what the loop knows beside tensors. It is kept up to
     date, saved in every checkpoint, and says to `run` in which step it was."""
     # 1) meet the other ranks; tokenizer, plain model and data are the same on every rank
-    device = start_process_group(config)
+    device, store = start_process_group(config)
     tokenizer, plain, tokens, val_tokens = together(prepare, config)
-    some = np.ascontiguousarray(tokens[::max(1, len(tokens) // 2**20)])  # about a million of them
     facts = dict(vars(plain.config), activation_checkpointing=None,  # which changes no bit
-                 global_batch_size=config.global_batch_size,
-                 data=f"{len(tokens)} tokens with hash {hashlib.sha256(some).hexdigest()[:16]}")
-    check_ranks_agree(vars(config) | facts | dict(torch=torch.__version__, numpy=np.__version__))
+                 global_batch_size=config.global_batch_size, data=fingerprint(tokens))
+    check_ranks_agree(vars(config) | facts | dict(
+        validation=fingerprint(val_tokens), torch=torch.__version__, numpy=np.__version__))
     if config.micro_batch_size == "auto":
         config.micro_batch_size = largest_micro_batch(config, tokenizer, device)
 
@@ -1120,14 +1123,14 @@ def main(config, progress):
     optimizer, scaler = make_optimizer(model, config), make_scaler(config, device)
     flops_per_token = plain.flops_per_token() / dist.get_world_size()  # of one rank
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = peak_flops(name) if config.dtype != "fp32" else None  # known of 16-bit matrix units
-    say(f"{sum(p.numel() for p in plain.parameters()):,} parameters | {len(tokens):,} tokens | "
-        f"{config.mode}, W = {dist.get_world_size()}, {dist.get_backend()} on {name}")
+    peak = (peak_flops(name) if config.dtype != "fp32" else None) or math.nan  # of 16-bit units
+    say(f"{sum(p.numel() for p in plain.parameters()):,} parameters | {len(tokens):,} training "
+        f"tokens | {config.mode}, W = {dist.get_world_size()}, {dist.get_backend()} on {name}")
 
     # 3) go on where an earlier run stopped
     out_dir = pathlib.Path(config.out_dir).resolve()
     tensors = checkpoint_tensors(model, optimizer, plain, config)
-    if record := resume(config, out_dir, tensors, facts):
+    if record := resume(config, out_dir, tensors, facts, store):
         progress |= record["progress"]
         scaler.load_state_dict(record["scaler"])
         if config.comm_hook in ("topk", "powersgd"):
@@ -1152,13 +1155,14 @@ def main(config, progress):
             compare_parameters(model)
 
         # evaluate, on all ranks
+        best = {}
         if config.eval_steps and is_due(step, config.eval_interval, config.max_steps):
             entry["val_loss"] = evaluate(model, val_tokens, config, device)
             if entry["val_loss"] < progress["best_val_loss"]:
-                progress |= dict(best_step=step, best_val_loss=entry["val_loss"])
+                best = dict(best_step=step, best_val_loss=entry["val_loss"])
 
         # log, on rank 0
-        entry["mfu"] = peak and entry["tokens_per_sec"] * flops_per_token / peak
+        entry["mfu"] = entry["tokens_per_sec"] * flops_per_token / peak
         recent = [*recent[-99:], entry]
         if is_due(step, config.log_interval, 1) or "val_loss" in entry or entry["skipped"]:
             print_step(entry, recent, config)
@@ -1168,32 +1172,36 @@ def main(config, progress):
         if profiler:
             profiler.step()
 
-        # write a checkpoint, on all ranks; stop where one of them was told to
-        if config.save_interval and (is_due(step, config.save_interval, config.max_steps)
-                                     or progress["best_step"] == step or stop):
-            record = dict(step=step, progress=progress, facts=facts, scaler=scaler.state_dict(),
-                          world_size=dist.get_world_size(), config=vars(config))
-            tensors = checkpoint_tensors(model, optimizer, plain, config)
+        # write a checkpoint, on all ranks, and stop where one of them was told to; steps that come
+        # to nothing must not push out the checkpoints before
+        is_time = is_due(step, config.save_interval, config.max_steps) and not entry["skipped"]
+        if config.save_interval and (is_time or best or stop):
+            record = dict(step=step, progress=progress | best, facts=facts,
+                          scaler=scaler.state_dict(), config=vars(config))
+            tensors = checkpoint_tensors(model, optimizer, plain, config)  # top-k makes new ones
             saved = save_checkpoint(out_dir, tensors, record)
+            progress |= best if saved else {}
         if stop:
             say(f"train.py: stopped by a signal after step {step}", sys.stderr)
             return 0 if saved else 1
 
-    # 5) a text that the model writes, its weights for transformers, and the result
+    # 5) a text that the model writes, the result, and the weights for transformers
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     n_bytes = bytes_per_param(model, plain, optimizer) if recent else None
     if config.sample_tokens and progress["entry"]["param_norm"] is not None:
         say(f"sample:{sample(plain, tokenizer, config, device)}")
+    print_result(model, progress["entry"], recent, n_bytes, config)
     if config.export_hf:
         export(model, plain, config, tokenizer)
-    print_result(model, progress["entry"], recent, n_bytes, config)
     return 0 if saved else 1
 
 
 def refuse(error, status=2):
     """Say in one line why the run stops, and leave. Only the first rank of a host speaks."""
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        # If it left first, torchrun would end the others before they can speak. If it is alone in
-        # its trouble, nobody sends SIGTERM, and it speaks itself.
+        # If it left first, torchrun would end the others before they can speak. If only this rank
+        # has failed, no SIGTERM comes, and it prints the line itself.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(5)
     print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
@@ -1203,15 +1211,14 @@ def refuse(error, status=2):
 def is_lost_peer(error):
     """Whether a collective has failed, as it does where another rank has died or hangs. Only the
     text tells: gloo raises plain RuntimeErrors."""
-    signs = ("onnection", "imed out", "gloo", "NCCL")
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError)
-                                                 and any(sign in str(error) for sign in signs))
+    is_known = any(sign in str(error) for sign in ("onnection", "imed out", "gloo", "NCCL"))
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and is_known)
 
 
 def run():
     """main, and what becomes of its errors -> exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
-    progress = dict(step=0, best_step=None, best_val_loss=math.inf, skipped=0, entry=None)
+    progress = dict(step=0, best_step=0, best_val_loss=math.inf, skipped=0, entry=None)
     try:
         status = main(parse_args(sys.argv[1:]), progress)
     except Stop as error:
