@@ -217,9 +217,9 @@ def accumulation_steps(config):
 # ranks
 #
 # Ranks that disagree hang: one leaves, the others wait for it in their next collective. So what can
-# fail on one rank by itself runs in `together`, after which all ranks go on or all stop. Three
+# fail on one rank by itself runs in `together`, after which all ranks continue or all stop. Three
 # kinds of failures end a process, see `run`:
-# - Stop, on all ranks alike: a mistake of the user's, or a run that makes no sense to go on with.
+# - Stop, on all ranks alike: a user's mistake, or a run that cannot sensibly continue.
 #   One line, exit status 2 before the first step, then 1.
 # - A collective that fails, since another rank has died or hangs: one line with the step. All ranks
 #   exit with status 1, and torchrun starts them again if it was told so.
@@ -290,8 +290,8 @@ def gather(value):
 def together(function, *arguments):
     """Call function(*arguments) on every rank and return this rank's result. A collective.
 
-    Where it fails on one rank, by a mistake of the user's (ValueError), a disk (OSError) or for
-    lack of memory (RuntimeError: on a CPU torch has no other), Stop is raised on all of them.
+    Where it fails on one rank, by a user's mistake (ValueError), a disk (OSError) or for lack of
+    memory (RuntimeError: on a CPU torch has no other), Stop is raised on all of them.
     function itself must not communicate.
     """
     result = problem = None
@@ -306,7 +306,7 @@ def together(function, *arguments):
 
 
 def on_rank_0(function, *arguments):
-    """function(*arguments) on rank 0, for which the others wait. Raises Stop as `together` does."""
+    """Call function(*arguments) on rank 0 while the others wait. Raises Stop as `together` does."""
     together(lambda: function(*arguments) if dist.get_rank() == 0 else None)
 
 
@@ -446,7 +446,7 @@ def read_blocks(tokens, blocks, config, device):
 
 def prepare(config):
     """What every rank makes, or refuses, by itself -> tokenizer, plain model, training tokens,
-    validation tokens. Raises ValueError and OSError on a mistake of the user's."""
+    validation tokens. Raises ValueError and OSError on a user's mistake."""
     check(config)
     for folder in filter(None, (config.out_dir, config.export_hf)):
         os.makedirs(folder, exist_ok=True)
@@ -697,8 +697,8 @@ def peak_mem_bytes(device, reset=False):
 
 
 def largest_micro_batch(config, tokenizer, device):
-    """--micro_batch_size auto: the largest size that divides a rank's part of the global batch, and
-    with which a step stays within the limit on every rank. Raises Stop if none does. A collective.
+    """--micro_batch_size auto: the largest size that divides a rank's part of the global batch and
+    keeps a step within the limit on every rank. Raises Stop if none does. A collective.
 
     Memory grows with the size along a straight line, which is drawn through sizes 1 and 2. These
     are tried on a model and on data that are thrown away. 5 % of the limit is kept for evaluation
@@ -909,8 +909,8 @@ def fsync(path):
 
 
 def save_checkpoint(out_dir, tensors, record):
-    """Write out_dir/step_... -> whether it could be written. If not, as on a full disk, that is
-    said, and the run goes on: the next checkpoint may succeed. A collective."""
+    """Write out_dir/step_... -> whether that succeeded. If not, as on a full disk, it is said, and
+    the run continues: the next checkpoint may succeed. A collective."""
     folder = out_dir / f"step_{record['step']:08d}"
     unfinished = out_dir / f".{folder.name}.unfinished"
     try:
@@ -970,10 +970,10 @@ def newest_sound(folders):
 
 def resume(config, out_dir, tensors, facts, store):
     """Load the checkpoint that --resume names into tensors -> its record, None to start over. A
-    collective. After a restart by torchrun, the newest one in out_dir counts, whatever --resume
-    says. Raises Stop where the checkpoint is damaged, or of a run with other facts.
+    collective. After a restart by torchrun it is the newest one in out_dir, whatever --resume says.
 
-    Then out_dir is rewound: it only has the past of this run.
+    facts: {name: value} of what must be as it was. Raises Stop where it is not, or where the
+    checkpoint is damaged. At the end out_dir has the past of this run, and nothing else.
     """
     is_restart = store.check(["begun"])
     folders = newest_first(out_dir) if config.resume == "auto" or is_restart else []
@@ -993,7 +993,7 @@ def resume(config, out_dir, tensors, facts, store):
         if folder.resolve().parent == out_dir:
             past = record["progress"]
     on_rank_0(rewind, out_dir, past or dict(step=0, best_step=0), past or is_restart)
-    # Only now: what a start that dies earlier finds in out_dir is not of this run.
+    # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
     on_rank_0(store.set, "begun", "")
     return record
 
@@ -1046,7 +1046,7 @@ def print_step(entry, recent, config):
 
 def start_trackers(config, step):
     """Rank 0: [a function that takes the entry of a step] for metrics.jsonl and for each tracker
-    that was asked for. They go on after `step`."""
+    that was asked for. They continue after `step`."""
     def write_line(entry):
         try:
             with open(os.path.join(config.out_dir, "metrics.jsonl"), "a") as file:
@@ -1127,7 +1127,7 @@ def main(config, progress):
     say(f"{sum(p.numel() for p in plain.parameters()):,} parameters | {len(tokens):,} training "
         f"tokens | {config.mode}, W = {dist.get_world_size()}, {dist.get_backend()} on {name}")
 
-    # 3) go on where an earlier run stopped
+    # 3) continue where an earlier run stopped
     out_dir = pathlib.Path(config.out_dir).resolve()
     tensors = checkpoint_tensors(model, optimizer, plain, config)
     if record := resume(config, out_dir, tensors, facts, store):
@@ -1143,7 +1143,7 @@ def main(config, progress):
 
     # 4) the loop
     for step in range(progress["step"] + 1, config.max_steps + 1):
-        # forward, backward and update; stop where it comes to nothing
+        # forward, backward and update; stop if too many steps in a row were skipped
         progress["step"] = step
         entry, stop = train_step(model, optimizer, scaler, tokens, step, config, device,
                                  stop=bool(signals))
@@ -1172,8 +1172,8 @@ def main(config, progress):
         if profiler:
             profiler.step()
 
-        # write a checkpoint, on all ranks, and stop where one of them was told to; steps that come
-        # to nothing must not push out the checkpoints before
+        # write a checkpoint, on all ranks, and stop where one of them was told to; skipped steps
+        # must not push out the checkpoints before them
         is_time = is_due(step, config.save_interval, config.max_steps) and not entry["skipped"]
         if config.save_interval and (is_time or best or stop):
             record = dict(step=step, progress=progress | best, facts=facts,
