@@ -209,7 +209,7 @@ def accumulation_steps(config):
     m = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
     at_once = m * dist.get_world_size()  # sequences in a micro-step of all ranks
     if config.global_batch_size % at_once:
-        raise ValueError(f"--global_batch_size: no multiple of {at_once}, micro batch times ranks")
+        raise ValueError(f"--global_batch_size is no multiple of {at_once}, micro batch x ranks")
     return config.global_batch_size // at_once
 
 
