@@ -106,7 +106,7 @@ def say(**result):
 def begin(flags, start=train.start_process_group):
     """-> what a Kind is made from, after its name."""
     config = train.parse_args(["--mode", "zero3", *flags])
-    device = start(config)
+    device, _ = start(config)
     if "--global_batch_size" not in flags:
         config.global_batch_size = dist.get_world_size() * config.micro_batch_size
     tokenizer, _, tokens, _ = train.prepare(config)
@@ -137,7 +137,7 @@ def steps(kinds, rounds, *flags):
 def held(kinds, world_size, *flags):
     def start(config):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(world_size))
-        return torch.device("cpu")
+        return torch.device("cpu"), None
 
     context = begin(flags, start)
     for name in kinds.split(","):
