@@ -11,8 +11,9 @@
     torchrun --nproc_per_node=4 --max-restarts=3 train.py --mode zero3 --resume auto
 
 Replaces a trainer framework by one loop, `main`, which reads from top to bottom. The functions
-above it come in the order in which a run meets them. The modes differ in `wrap`, and in two lines
-of `train_step`. One process is a process group of one rank, so no line asks whether there is one.
+above it come in the order in which a run meets them. The modes differ in `wrap` and in
+`set_gradient_sync`; `naive` averages in `train_step`. One process is a process group of one rank,
+so no line asks whether there is a group.
 
 How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
 alone. Ranks take its micro batches in turn, so that 1, 2 or 4 ranks read the same samples in the
@@ -270,14 +271,15 @@ def start_process_group(config):
     # NCCL refuses two ranks on one GPU; gloo does not.
     backend = "nccl" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= n_gpus else "gloo"
     timeout = datetime.timedelta(seconds=config.timeout_s)
-    store = own = dist.HashStore()
+    torchrun_store = store = dist.HashStore()
     if "RANK" in os.environ:
         is_ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-                              is_master=is_ours, timeout=timeout, wait_for_workers=False)
-        own = meet(store, rank, world_size, timeout)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size, timeout=timeout)
-    return device, store
+        torchrun_store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_ours,
+            timeout=timeout, wait_for_workers=False)
+        store = meet(torchrun_store, rank, world_size, timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return device, torchrun_store
 
 
 def gather(value):
@@ -918,12 +920,12 @@ def save_checkpoint(out_dir, tensors, record):
         on_rank_0((unfinished / RECORD).write_text, json.dumps(record, indent=1))
         on_rank_0((unfinished / SUMS).write_text, "\n".join(checksums(unfinished)))
         on_rank_0(publish, unfinished, folder)
-        on_rank_0(tidy, out_dir, record["progress"]["best_step"], record["config"]["keep_last"])
+        on_rank_0(tidy, out_dir, record["best_step"], record["config"]["keep_last"])
         return True
     except (dcp.CheckpointException, Stop) as error:
-        problem = str(error).strip().splitlines()[-1]  # dcp's has the tracebacks of all ranks
+        # The last line, since dcp's error has the tracebacks of all ranks.
         say(f"train.py: step {record['step']}: the checkpoint failed, earlier ones are as they "
-            f"were: {problem} (is the disk full, or gone?)", sys.stderr)
+            f"were: {str(error).strip().splitlines()[-1]} (is the disk full, or gone?)", sys.stderr)
         on_rank_0(shutil.rmtree, unfinished, True)
         return False
 
@@ -968,14 +970,14 @@ def newest_sound(folders):
         say(f"train.py: {problem}; falling back to the checkpoint before", sys.stderr)
 
 
-def resume(config, out_dir, tensors, facts, store):
+def resume(config, out_dir, tensors, facts, torchrun_store):
     """Load the checkpoint that --resume names into tensors -> its record, None to start over. A
     collective. After a restart by torchrun it is the newest one in out_dir, whatever --resume says.
 
     facts: {name: value} of what must be as it was. Raises Stop where it is not, or where the
     checkpoint is damaged. At the end out_dir has the past of this run, and nothing else.
     """
-    is_restart = store.check(["begun"])
+    is_restart = torchrun_store.check(["begun"])
     folders = newest_first(out_dir) if config.resume == "auto" or is_restart else []
     folders += [pathlib.Path(config.resume)] if config.resume not in (None, "auto") else []
     folder, record, past = newest_sound(folders), None, None
@@ -991,10 +993,10 @@ def resume(config, out_dir, tensors, facts, store):
                  planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
         say(f"resumed from {folder}, after step {record['step']}")
         if folder.resolve().parent == out_dir:
-            past = record["progress"]
+            past = record
     on_rank_0(rewind, out_dir, past or dict(step=0, best_step=0), past or is_restart)
     # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
-    on_rank_0(store.set, "begun", "")
+    on_rank_0(torchrun_store.set, "begun", "")
     return record
 
 
@@ -1109,7 +1111,7 @@ def main(config, progress):
     """A whole run -> exit status. progress: what the loop knows beside tensors. It is kept up to
     date, saved in every checkpoint, and says to `run` in which step it was."""
     # 1) meet the other ranks; tokenizer, plain model and data are the same on every rank
-    device, store = start_process_group(config)
+    device, torchrun_store = start_process_group(config)
     tokenizer, plain, tokens, val_tokens = together(prepare, config)
     facts = dict(vars(plain.config), activation_checkpointing=None,  # which changes no bit
                  global_batch_size=config.global_batch_size, data=fingerprint(tokens))
@@ -1130,8 +1132,8 @@ def main(config, progress):
     # 3) continue where an earlier run stopped
     out_dir = pathlib.Path(config.out_dir).resolve()
     tensors = checkpoint_tensors(model, optimizer, plain, config)
-    if record := resume(config, out_dir, tensors, facts, store):
-        progress |= record["progress"]
+    if record := resume(config, out_dir, tensors, facts, torchrun_store):
+        progress |= {name: record[name] for name in progress}
         scaler.load_state_dict(record["scaler"])
         if config.comm_hook in ("topk", "powersgd"):
             model.comm_state.iter = progress["step"]
@@ -1176,8 +1178,8 @@ def main(config, progress):
         # must not push out the checkpoints before them
         is_time = is_due(step, config.save_interval, config.max_steps) and not entry["skipped"]
         if config.save_interval and (is_time or best or stop):
-            record = dict(step=step, progress=progress | best, facts=facts,
-                          scaler=scaler.state_dict(), config=vars(config))
+            record = dict(progress | best, facts=facts, scaler=scaler.state_dict(),
+                          config=vars(config))
             tensors = checkpoint_tensors(model, optimizer, plain, config)  # top-k makes new ones
             saved = save_checkpoint(out_dir, tensors, record)
             progress |= best if saved else {}

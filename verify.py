@@ -625,7 +625,7 @@ def state_of(call):
     whole = {key: t for key, t in parts.items() if not key.endswith(".grad")}
     if hasattr(call, "full_parameters"):
         whole = {name: p.clone() for name, p in call.full_parameters()}
-    return {**{key: torch.from_numpy(t) for key, t in joined.items()}, **whole}
+    return {**{key: torch.from_numpy(t).to(parts[key].dtype) for key, t in joined.items()}, **whole}
 
 
 def trained(kind, name, scenario=None, accumulation=1, clip=math.inf, optimizer="adamw",
