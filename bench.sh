@@ -8,10 +8,10 @@
 #     ./bench.sh link 1gbit       two hosts with a slow link between them (Linux, root, iproute2)
 #     ./bench.sh gpu              gpt2 in bf16, compiled, on one CUDA device
 #
-# Options, then any flags of train.py:
+# Options, then any flags of train.py, --micro_batch_size among them:
 #     --worlds "1 2 4"   numbers of ranks    --price 2.0     scaling: USD per GPU-hour
 #     --rounds 3         runs of each row    --tflops 400    scaling: what a GPU reaches
-#     --modes "ddp zero3 torch-fsdp"         these rows only
+#     --modes "ddp zero3 torch-fsdp"         these rows only, not for tune
 #
 # Replaces a benchmark harness. A row is a run of train.py; PEERS runs it with what train.py has no
 # mode for. RESULT lines go to out/bench/COMMAND.jsonl, and REPORT makes Markdown tables of them. A
@@ -20,7 +20,7 @@
 # Runs by themselves scatter by 20 % on a shared machine. So each round runs every row once, and a
 # cell is the median of the rounds, with the quartiles beside it.
 #
-# Cost on two cores: modes 40 minutes, scaling 20, the others about 8.
+# Cost on two cores: modes half an hour, scaling 20 minutes, the others about 5.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -29,7 +29,7 @@ cd "$(dirname "$0")"
 # where BATCH is the sequences of a step, in terms of W, the world size.
 die() { echo "bench.sh: $*" >&2; exit 2; }
 
-COMMAND=${1:-} WORLDS="1 2 4" ROUNDS=3 MODES="" PRICE=2.0 TFLOPS=400
+COMMAND=${1:-} WORLDS="1 2 4" ROUNDS=3 MODES="" PRICE=2.0 TFLOPS=400 GIVEN=""
 MICRO_BATCH_SIZE=1 VARIANTS=("=W * MICRO_BATCH_SIZE")
 FLAGS=(--out_dir out/bench/run --eval_steps 0 --sample_tokens 0 --save_interval 0
        --check_interval 0)
@@ -125,7 +125,7 @@ PYTHON
 )
 
 # -------------------------------------------------------------------------------------------------
-# REPORT COMMAND PRICE TFLOPS: RESULT lines -> Markdown
+# REPORT COMMAND PRICE TFLOPS GIVEN: RESULT lines -> Markdown. GIVEN: the flags of the user.
 REPORT=$(cat <<'PYTHON'
 import json, sys
 
@@ -136,7 +136,7 @@ COUNTERPART = {"naive": "torch-ddp", "ddp": "torch-ddp", "zero1": "torch-zero1",
 PASSES = {"ddp": 2, "zero3": 3}  # over all parameters: gathers and reductions of a step
 LINKS = {"10 Gbit/s": (30, 1.25), "100 Gbit/s": (5, 12.5), "NVLink": (3, 450)}  # us, GB/s
 
-command, price, tflops = sys.argv[1:]
+command, price, tflops, given = sys.argv[1:]
 runs = {}  # (label, row, W) -> RESULTs, one a round
 for line in open(f"out/bench/{command}.jsonl"):
     run = json.loads(line)
@@ -197,7 +197,7 @@ def steps():
            "peak MB a rank", "MFU %", "bytes a parameter"], rows)
     if command == "tune":
         _, row, W = max(runs, key=lambda key: median(key, "tokens_per_sec"))
-        print(f"Fastest: `torchrun --nproc_per_node={W} train.py --mode {row}`")
+        print(f"Fastest: `torchrun --nproc_per_node={W} train.py --mode {row}{given}`")
 
 
 def scaling():
@@ -221,17 +221,16 @@ def predict(psi=85.2e6, blocks=12, tokens=16 * 1024):
     a parameter and token: efficiency, and USD per billion tokens."""
     compute_ms = 1e3 * 6 * psi * tokens / (1e12 * float(tflops))
     columns = [(mode, *link) for mode in PASSES for link in LINKS.items()]
-    rows = [[W] for W in (8, 64, 512, 1024, 4096)]
+    rows = {W: [W] for W in (8, 64, 512, 1024, 4096)}
     for mode, _, (alpha_us, gigabytes) in columns:
-        for row in rows:
+        for W, row in rows.items():
             # A pass: to each other rank a message per block and one more, together 4 Psi bytes / W.
-            W = row[0]
             pass_ms = (W - 1) * (1e-3 * alpha_us * (blocks + 1) + 1e-6 / gigabytes * 4 * psi / W)
             total_ms = max(compute_ms, PASSES[mode] * pass_ms)
             usd = float(price) / 3600 * 1e-3 * total_ms / tokens * 1e9
             row.append(f"{compute_ms / total_ms:.0%}, {usd:.2f}")
     print(f"{psi / 1e6}M parameters, {tokens} tokens a rank, {tflops} TFLOP/s, {price} USD/h:\n")
-    table(["predicted, W", *(f"{mode}, {name}" for mode, name, _ in columns)], rows)
+    table(["W: eff., USD/1e9", *(f"{mode}, {link}" for mode, link, _ in columns)], rows.values())
 
 
 globals()[command if command in ("bits", "scaling") else "steps"]()
@@ -244,9 +243,8 @@ launch() {  # LABEL ROW W BATCH: its RESULT lines, or why there are none
     local facts="\"label\": \"$1\", \"row\": \"$2\", \"W\": $3" log="out/bench/$2, W=$3.log"
     local program=(train.py "${FLAGS[@]}" --global_batch_size "$4" --mode $2) rank why
     echo "bench.sh: $1 $2, W=$3" >&2
-    if [[ $2 =~ ^(torch-zero1|torch-fsdp-kept|deepspeed) ]]; then
-        program=(--no-python python -c "$PEERS" "${program[@]:1}")
-    fi
+    [[ ! $2 =~ ^(torch-zero1|torch-fsdp-kept|deepspeed) ]] \
+        || program=(--no-python python -c "$PEERS" "${program[@]:1}")
     if [[ $2 == single ]]; then  # from two ranks on: processes that know nothing of each other
         for ((rank = 0; rank < $3; rank++)); do
             python "${program[@]}" --out_dir out/bench/run$rank --global_batch_size $(($4 / $3)) &
@@ -271,7 +269,6 @@ launch() {  # LABEL ROW W BATCH: its RESULT lines, or why there are none
 }
 
 make_link() {  # RATE: two network namespaces and a cable between them
-    local rank
     remove_link
     ip link add nanozero0 type veth peer name nanozero1
     for rank in 0 1; do
@@ -291,20 +288,21 @@ remove_link() { for rank in 0 1; do ip netns del nanozero$rank 2> /dev/null || t
 # what was asked for
 shift
 while (($#)); do
-    case $1 in
-    --worlds | --rounds | --modes | --price | --tflops | --micro_batch_size)
+    case "$COMMAND $1" in
+    "tune --modes" | *" --mode" | *" --global_batch_size") die "$COMMAND sets $1 itself" ;;
+    *" --worlds" | *" --rounds" | *" --modes" | *" --price" | *" --tflops" | *" --micro_batch_size")
         (($# > 1)) || die "$1 needs a value"
         declare "$(tr a-z A-Z <<< "${1#--}")=$2"
         shift ;;
-    --mode | --global_batch_size) die "$COMMAND sets $1 itself" ;;
-    [0-9]*bit) VARIANTS+=("$1=W * MICRO_BATCH_SIZE") ;;
-    *) FLAGS+=("$1") ;;
+    "link "[0-9]*bit) VARIANTS+=("$1=W * MICRO_BATCH_SIZE") ;;
+    *) FLAGS+=("$1") GIVEN+=" $1" ;;
     esac
     shift
 done
 [[ -z $MODES ]] || read -ra ROWS <<< "$MODES"
 FLAGS+=(--micro_batch_size "$MICRO_BATCH_SIZE")
-[[ "$WORLDS $ROUNDS" =~ ^[1-9][0-9\ ]*$ ]] || die "--worlds and --rounds are numbers"
+[[ "$WORLDS $ROUNDS $MICRO_BATCH_SIZE $PRICE $TFLOPS" =~ ^([1-9][0-9]*\ )+[0-9.]+\ [0-9.]+$ ]] \
+    || die "--worlds, --rounds, --micro_batch_size, --price and --tflops are numbers"
 ((${#VARIANTS[@]})) || die "link needs rates, such as 1gbit"
 python -c 'import sys, train; train.parse_args(sys.argv[1:])' "${FLAGS[@]}"  # says what is wrong
 trap 'exit 130' INT  # torchrun ends by itself, and would count as a row that failed
@@ -322,11 +320,12 @@ for ((n = 0; n < ROUNDS; n++)); do
         done
     done
 done
+[[ -s out/bench/$COMMAND.jsonl ]] || die "no row's batch divides among --worlds $WORLDS"
 {
     printf '%s: %s cores of %s, torch %s, commit %s, %s\n\n' "$COMMAND" \
         "$(getconf _NPROCESSORS_ONLN)" "$(sed -n '/^model name/{s/.*: //p;q;}' /proc/cpuinfo)" \
         "$(python -c 'import torch; print(torch.__version__)')" \
         "$(git describe --always --dirty)" "$(date +%F)"
-    python -c "$REPORT" "$COMMAND" "$PRICE" "$TFLOPS"
+    python -c "$REPORT" "$COMMAND" "$PRICE" "$TFLOPS" "$GIVEN"
 } | tee "out/bench/$COMMAND.md"
 ! grep -qs '"failed"' "out/bench/$COMMAND.jsonl"  # the exit status

@@ -267,7 +267,7 @@ class GPT(nn.Module):
     def compile_blocks(self):
         """torch.compile each block by itself: small graphs, hooks between them, names unchanged.
 
-        Copy a model first and compile then: a deepcopy's blocks would run the original's weights.
+        Copy a model before compiling it: a deepcopy's blocks would run the original's weights.
         """
         for block in self.blocks:
             block.forward = torch.compile(block.forward)

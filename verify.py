@@ -20,7 +20,7 @@ Two checks run at once. The groups of each, one for every world size W, are fork
 that has torch loaded, and reused. A check that hangs, or whose rank dies, fails by name in time;
 its group is replaced, the rest runs.
 
-Cost: 22 processes of 210 MB, most of it shared; two minutes on two cores.
+Cost: 22 processes of 210 MB, most of it shared; a minute and a half on two cores.
 """
 
 import argparse
@@ -752,9 +752,9 @@ ODD_STEPS = [dict(W=W, scenario=name, modules=("odd", "lora"), candidates=("ddp,
 @check(*OPTIONS, *ODD_STEPS[:len(ODD_STEPS) // 2], limit_s=120, full=[
     *ODD_STEPS, *OPTIONS[-2:], *(dict(row, modules=tuple(ZOO)) for row in OPTIONS[:-2])])
 def options_change_no_bit(reference="naive", **case):
-    """Nor do NCCL's collectives, a rank that is late everywhere, groups of one rank, hooks that
-    send everything, optimizers that work element by element; nor two forwards, evaluation before
-    a backward, exceptions or no_sync() in any place in a step; nor our wrappers if both compile."""
+    """Bits stay the same with NCCL's collectives, a rank that is late everywhere, groups of one
+    rank, hooks that send everything, and any element-by-element optimizer; with two forwards,
+    evaluation before a backward, exceptions or no_sync() anywhere in a step; if both compile."""
     parity(reference, **case)
 
 
@@ -1211,10 +1211,10 @@ def run_train(out_dir, W=1, plant=int, argv=None, **options):
         processes[-1].start()
         # Or another thread's next start() may read the exit code first, and here it would be 255.
         multiprocessing.process._children.discard(processes[-1])
-    deadline, is_told = time.monotonic() + 60, False
+    deadline, has_ended_others = time.monotonic() + 60, False
     while time.monotonic() < deadline and None in [process.exitcode for process in processes]:
-        if not is_told and any(process.exitcode for process in processes):
-            is_told, deadline = True, time.monotonic() + 8
+        if not has_ended_others and any(process.exitcode for process in processes):
+            has_ended_others, deadline = True, time.monotonic() + 8
             for process in processes:
                 process.terminate()
         time.sleep(0.01)
@@ -1789,9 +1789,10 @@ def is_caught(file, old, new, name):
 
 @check(dict(W=1, n=0), full=[dict(W=1, n=99)], limit_s=600)
 def readme_leads_there(n):
-    """Files, headings and checks that the README names exist. By --full: with each edit of its
-    table of breaks the check that the row names fails."""
+    """Files, headings and checks that the README names exist, in at most 450 lines and 32 kB. By
+    --full: with each edit of its table of breaks the check that the row names fails."""
     text = (HERE / "README.md").read_text()
+    assert text.count("\n") <= 450 and len(text.encode()) <= 32_000, "README.md is too long"
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
                 for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)}
@@ -1814,16 +1815,15 @@ CEILINGS = {"model.py": 245, "ddp.py": 320, "zero.py": 430, "train.py": 780, "ve
 @check(dict(W=1))
 def sizes():
     """No file is above its ceiling."""
-    found = {}
-    for name in CEILINGS:
+    for name, ceiling in CEILINGS.items():
         lines = (HERE / name).read_text().splitlines()
         for node in ast.walk(ast.parse("\n".join(lines))) if name.endswith(".py") else ():
             kinds = ast.Module | ast.ClassDef | ast.FunctionDef
             if isinstance(node, kinds) and ast.get_docstring(node):
                 doc = slice(node.body[0].lineno - 1, node.body[0].end_lineno)
                 lines[doc] = [""] * len(lines[doc])
-        found[name] = sum(line.strip() != "" and line.lstrip()[0] != "#" for line in lines)
-    assert all(found[name] <= CEILINGS[name] for name in found), (found, CEILINGS)
+        n = sum(line.strip() != "" and line.lstrip()[0] != "#" for line in lines)
+        assert n <= ceiling, f"{name} has {n} lines of code, at most {ceiling} are allowed"
 
 
 if __name__ == "__main__":

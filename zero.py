@@ -197,12 +197,12 @@ class Zero1(Reducer):
     submodules. Rank 0's values count.
 
     A forward is a collective, also one that only evaluates; in stage 3 so is a backward, also under
-    no_sync(). A rank may skip units, and gathers them nevertheless. But if a unit is called twice,
-    out of order, or in a second forward before the backward, then on all ranks alike, and none may
-    skip one. A unit's parameters are nan outside of its forward, also for the root. Under
-    autocast autograd saves 16-bit copies of all weights: use param_dtype instead. `zero_grad()` of
-    this wrapper also drops what no_sync() holds back; an optimizer's cannot. Keep the wrapper:
-    hooks refer to it weakly, and without it the module computes with nan.
+    no_sync(). A rank may skip units: it gathers them with the others. But all ranks must call the
+    same units if one calls a unit twice, out of order, or in a second forward before the backward.
+    A unit's parameters are nan outside of its forward, also for the root. Under autocast autograd
+    saves 16-bit copies of all weights: use param_dtype instead. `zero_grad()` of this wrapper also
+    drops what no_sync() holds back; an optimizer's cannot. Keep the wrapper: hooks refer to it
+    weakly, and without it the module computes with nan.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
