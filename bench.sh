@@ -17,7 +17,7 @@
 # mode for. RESULT lines go to out/bench/COMMAND.jsonl, and REPORT makes Markdown tables of them. A
 # row that fails says why, the others still run, and the exit status is 1.
 #
-# Runs by themselves scatter by 20 % on a shared machine. So each round runs every row once, and a
+# Runs by themselves scatter by up to 20 % on a shared machine. So each round runs every row once, and a
 # cell is the median of the rounds, with the quartiles beside it.
 #
 # Cost on two cores: modes half an hour, scaling 20 minutes, the others about 5.
@@ -195,7 +195,7 @@ def steps():
                      median(key, "bytes_per_param")])
     table(["link", "mode", "W", "step ms (quartiles)", "tokens/s", "waited ms", "over torch's",
            "peak MB a rank", "MFU %", "bytes a parameter"], rows)
-    if command == "tune":
+    if command == "tune" and runs:
         _, row, W = max(runs, key=lambda key: median(key, "tokens_per_sec"))
         print(f"Fastest: `torchrun --nproc_per_node={W} train.py --mode {row}{given}`")
 
