@@ -269,6 +269,12 @@ def same_bits(reference, candidate, where=""):
             f"{where}{name}, {found.dtype}, differs by up to {difference:.3g}")
 
 
+def not_installed(*packages):
+    """What a check returns that needs these optional packages: None, or that it is skipped."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"skipped: pip install {' '.join(missing)}" if missing else None
+
+
 def gather(value):
     """[rank 0's value, rank 1's, ...]; any that can be pickled."""
     values = [None] * dist.get_world_size()
@@ -1618,16 +1624,17 @@ BAD = """--no_such_flag=1 | --lr=fast | --lr=nan | --lr=-1 | --max_steps=0 | --m
 --dataset=DATA/no_bin | --dataset=DATA/fine.txt --block_size=1024 --global_batch_size=64
 --out_dir=DATA/fine.txt | --param_dtype=bf16 | --comm_hook=topk | --comm_hook=zip --mode=ddp
 --offload | --topk_ratio=2 --mode=ddp --comm_hook=topk | --dtype=fp16 --mode=ddp --comm_hook=topk
---shard_size=1 --mode=ddp | --micro_batch_size=most | --resume=DATA/missing
---export_hf=DATA/fine.txt | --beta1=1"""
+--shard_size=1 --mode=ddp | --micro_batch_size=most | --resume=DATA/missing | --beta1=1"""
 NAMED = {  # and those whose line names something else
     "--micro_batch_size=auto": "memory_limit_gb", "--wandb": "install wandb", "--beta2=1": "beta",
     "--micro_batch_size=auto --memory_limit_gb=0.2": "0.[12]", "--n_embd=1000000000000": "memory",
-    "--tensorboard": "install tensorboard", "--mode=zero2 --shard_size=2": "shard_size"}
+    "--tensorboard": "install tensorboard", "--mode=zero2 --shard_size=2": "shard_size",
+    "--export_hf=hf": "install safetensors"}
 
 
-def offline():
-    sys.modules |= dict(wandb=None, tensorboard=None)
+def bare():
+    """Plant a machine without a network and without optional packages, whatever it has."""
+    sys.modules |= dict(wandb=None, tensorboard=None, safetensors=None)
     os.environ.update(TIKTOKEN_CACHE_DIR="nowhere", HTTPS_PROXY="http://127.0.0.1:9")
 
 
@@ -1656,7 +1663,7 @@ def mistakes_are_one_line():
             (data / name).write_bytes(content)
         facts = {line: (re.findall(r"DATA/([\w.]+)", line) or re.findall(r"--(\w+)", line))[0]
                  for line in re.split(r"\s*[|\n]\s*", BAD)} | NAMED
-        two_at_a_time(lambda line, fact: refused(fact, None, plant=offline, argv=[
+        two_at_a_time(lambda line, fact: refused(fact, None, plant=bare, argv=[
             *flags(out_dir=data / "out"), *line.replace("DATA", str(data)).split()]),
             *zip(*facts.items()))
         here, out = partial(elsewhere, data), data / "out"
@@ -1699,12 +1706,13 @@ def llama_folders_go_out_and_in():
     """What --export_hf writes, --init_from reads in any mode, to the bit, and transformers opens as
     LlamaForCausalLM with the loss that training has; so is read what transformers writes: several
     files, bf16, a head of its own, another rope_theta."""
-    if not all(map(importlib.util.find_spec, ("safetensors", "transformers"))):
-        return "skipped: pip install safetensors transformers"
+    if missing := not_installed("safetensors", "transformers"):
+        return missing
     transformers = importlib.import_module("transformers")
     block = torch.randint(256, (16,))  # all of the data, so that any batch has the same loss
     sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
     with temporary() as folder:
+        refused("LICENSE", folder / "out", export_hf=HERE / "LICENSE")  # which is no folder
         for name in ("train.bin", "val.bin"):
             block.repeat(300).numpy().astype(np.uint16).tofile(folder / name)
         expected = finish(folder / "out", 2, mode="zero3", n_head=4, n_kv_head=2, lr=0.1,
@@ -1745,18 +1753,22 @@ def shortened(words):
     return [*words, "--no-compile", *data, *(f"--{name}={value}" for name, value in more.items())]
 
 
-@check(dict(W=1, every=8), full=[dict(W=1, every=1)], limit_s=300)
-def readme_commands_run(every):
+@check(dict(W=1, every=8), limit_s=300,
+       full=[dict(W=1, every=1), dict(W=1, every=1, package="safetensors")])
+def readme_commands_run(every, package=None):
     """Every bash block is valid shell, every flag that a command gives train.py exists, and the
     commands, and the example of one's own module, end well, one after the other in one folder, on a
-    smaller model and fewer steps."""
+    smaller model and fewer steps. Those that need a package are a row of their own."""
+    if missing := not_installed(*filter(None, [package])):
+        return missing
     text = "".join(blocks_of("bash")).replace("\\\n", " ")
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     known = set(re.findall(r"--(?:no-)?(\w+)", run_train(None, argv=["--help"]).stdout[0]))
     lines = [line for line in text.splitlines() if " train.py" in line]
     given = {flag for line in lines for flag in re.findall(r" --(\w+)", line.split("train.py")[1])}
     assert lines and given <= known, given - known
-    lines = [line for line in lines if "--nnodes" not in line][::every]
+    lines = [line for line in lines if "--nnodes" not in line
+             and bool(re.search("--export_hf|--init_from", line)) == bool(package)][::every]
     with temporary() as folder:
         for name in ("my.txt", "tinyshakespeare.txt"):
             shutil.copy(HERE / "model.py", folder / name)
