@@ -77,17 +77,20 @@ def count_ranks(flags, p, process_group):
 def add_in_rank_order(contributions, out):
     """out = ((c0 + c1) + c2) + ...; 16-bit ones are added in fp32 and rounded once.
 
-    out may be one of them. c0 is overwritten.
+    c0 is overwritten. out may be any of them, since it is written last.
     """
     total, *rest = contributions
-    if total.dtype.itemsize == 2:
-        total = total.float()
-    elif rest and total.device == out.device and all(out.data_ptr() != c.data_ptr() for c in rest):
-        total = torch.add(total, rest.pop(0), out=out)  # saves the copy at the end
-    for contribution in rest:  # not torch.sum over a stack, which regroups from W = 5 on
+    if not rest:
+        if out.data_ptr() != total.data_ptr():
+            out.copy_(total)
+        return
+    total = total.float() if total.dtype.itemsize == 2 else total
+    for contribution in rest[:-1]:  # not torch.sum over a stack, which regroups from W = 5 on
         total += contribution
-    if total.data_ptr() != out.data_ptr():
-        out.copy_(total)
+    if out.device == total.device:
+        torch.add(total, rest[-1], out=out)
+    else:  # ZeRO with offload
+        out.copy_(total.add_(rest[-1]))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -180,8 +183,8 @@ class Bucket:
     a multiple of `align` elements.
 
         places     {parameter: (its shape, its strides if packed, its first element in the buffer)}
-        flat       (n,), or None while there is no memory for it
-        pending    what the bucket waits for in this backward: gradients, and in stage 3 a gather
+        gradients  (n,), the flat buffer, or None while there is no memory for it
+        pending    parameters whose gradients this backward has yet to bring
         means      {parameter: (the tensor whose `.grad` becomes the mean, the mean)}
     """
 
@@ -190,11 +193,11 @@ class Bucket:
         for p in parameters:
             self.places[p] = p.shape, torch.empty_like(p, device="meta").stride(), self.n
             self.n += -(-p.numel() // align) * align
-        self.flat, self.pending, self.means = None, set(), {}
+        self.gradients, self.pending, self.means = None, set(), {}
 
-    def view(self, p, flat):
+    def view(self, p, buffer):
         """All of p in a buffer of n elements."""
-        return flat.as_strided(*self.places[p])
+        return buffer.as_strided(*self.places[p])
 
     def put(self, p, scale):
         """Move p.grad, times scale, into the buffer; then `p.grad` is a view of it. Returns whether
@@ -233,7 +236,12 @@ def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
 def weakly(method):
     """A hook that does not keep the method's object alive, and does nothing once it is gone."""
     reference = weakref.WeakMethod(method)
-    return lambda *arguments: reference() and reference()(*arguments)
+
+    def hook(*arguments):
+        alive = reference()
+        return alive and alive(*arguments)
+
+    return hook
 
 
 class Reducer(torch.nn.Module):
@@ -258,20 +266,21 @@ class Reducer(torch.nn.Module):
         # Buckets of the backward under way; (what is reduced, what waits for it).
         self._to_launch, self._launched = collections.deque(), collections.deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1)  # one: first in, first out
-        self._tag = self._check_ranks_agree(options)
+        self._check_ranks_agree(options)
+        tag = [2 * secrets.randbits(29)]  # by which messages differ from those of other wrappers
+        dist.broadcast_object_list(tag, group=self.process_group, group_src=0)
+        self._tag = tag[0]
 
     def _check_ranks_agree(self, options):
-        """Raise on every rank, naming the first difference, where ranks wrap different modules.
-        Returns a tag by which this wrapper's messages differ from another's."""
+        """Raise on every rank, naming the first difference, where ranks wrap different modules."""
         tensors = (*self.module.named_parameters(), *self.module.named_buffers())
         lines = [options, *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)]
         views = [None] * self.world_size
-        dist.all_gather_object(views, (lines, 2 * secrets.randbits(29)), group=self.process_group)
-        for found in itertools.zip_longest(*(lines for lines, _ in views), fillvalue="nothing"):
+        dist.all_gather_object(views, lines, group=self.process_group)
+        for found in itertools.zip_longest(*views, fillvalue="nothing"):
             if len(set(found)) > 1:
                 raise RuntimeError(f"{self._get_name()}: ranks wrap different modules: "
                                    f"{' but '.join(map(str, dict.fromkeys(found)))}")
-        return views[0][1]
 
     def _track(self, buckets):
         """From now on move the gradients of these buckets' parameters into them."""
@@ -301,22 +310,25 @@ class Reducer(torch.nn.Module):
         """Hook of p: autograd has added all that this backward adds to p.grad."""
         if torch.is_grad_enabled():
             raise RuntimeError("backward(create_graph=True) is not supported: means have no graph")
-        self._begin_backward()
+        self._notice_backward()
         bucket = self._bucket_of[p]
         bucket.put(p, self._scale if self._averages else 1.0)
         bucket.pending.discard(p)
         self._used.add(p)
         self._launch()
 
-    def _begin_backward(self):
-        """Called at each sign of a backward; does something at the first one."""
-        task = torch._C._current_graph_task_id()
-        if task == self._task:
-            return
-        if task < self._task:  # a backward inside it had the larger number, and has ended
+    def _notice_backward(self):
+        """Called at each sign of a backward, the first of which begins it."""
+        task = torch._C._current_graph_task_id()  # the engine counts backwards as they begin
+        if task > self._task:
+            self._task = task
+            self._begin_backward()
+        elif task < self._task:  # one that ran inside this one has begun, and ended, meanwhile
             raise RuntimeError("checkpointing with use_reentrant=True is not supported")
+
+    def _begin_backward(self):
+        """Find out which gradients this backward will bring, and whether it averages."""
         self._finish()  # what a backward that raised has launched
-        self._task = task
         self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
         for bucket in self._buckets:
             # Only parameters that this backward reaches: others must not delay the bucket.
@@ -326,10 +338,14 @@ class Reducer(torch.nn.Module):
         self._to_launch = collections.deque(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
+    def _is_ready(self, bucket):
+        """Whether all gradients that this backward brings are in bucket."""
+        return not bucket.pending
+
     def _launch(self, at_end=False):
-        """Start to reduce buckets, as far as they wait for nothing. In their order, which all ranks
-        have in common; the order in which they fill may differ."""
-        while self._to_launch and (at_end or not self._to_launch[0].pending):
+        """Start to reduce buckets, as far as they are ready. In their order, which all ranks have
+        in common; the order in which they fill may differ."""
+        while self._to_launch and (at_end or self._is_ready(self._to_launch[0])):
             bucket = self._to_launch.popleft()
             for p in bucket.places:
                 if p not in self._used and bucket.put(p, self._scale):
@@ -338,7 +354,7 @@ class Reducer(torch.nn.Module):
             with record_function(f"start: {what}"):
                 wait = self._reduce(bucket)
             # On CPU a thread waits, and adds up what has arrived; on CUDA streams do both.
-            wait = wait if bucket.flat.is_cuda else self._thread.submit(wait).result
+            wait = wait if bucket.gradients.is_cuda else self._thread.submit(wait).result
             self._launched.append((what, wait))
 
     def _finish(self):
@@ -415,8 +431,8 @@ class DDP(Reducer):
         lists = fill_buckets(trained[::-1], int(bucket_cap_mb * 2**20))
         self._track([Bucket(parameters) for parameters in lists])
         for bucket in self._buckets:
-            bucket.flat = next(iter(bucket.places)).new_zeros(bucket.n)
-            bucket.means = {p: (p, bucket.view(p, bucket.flat)) for p in bucket.places}
+            bucket.gradients = next(iter(bucket.places)).new_zeros(bucket.n)
+            bucket.means = {p: (p, bucket.view(p, bucket.gradients)) for p in bucket.places}
         broadcast([*module.parameters(), *module.buffers()], self.process_group)
 
     def forward(self, *inputs, **kwargs):
@@ -431,8 +447,8 @@ class DDP(Reducer):
 
     def _reduce(self, bucket):
         if self._comm_hook is None:
-            return all_reduce(bucket.flat, self.process_group, self._tag)
-        buffers = [bucket.flat]  # set_buffer() adds one
+            return all_reduce(bucket.gradients, self.process_group, self._tag)
+        buffers = [bucket.gradients]  # set_buffer() adds one
         # The methods of torch.distributed.GradBucket, which Python cannot construct.
         grad_bucket = types.SimpleNamespace(
             index=lambda: self._buckets.index(bucket), is_last=lambda: bucket is self._buckets[-1],
@@ -442,10 +458,10 @@ class DDP(Reducer):
 
         def start():
             future = self._comm_hook(self.comm_state, grad_bucket)
-            return lambda: bucket.flat.copy_(future.wait())
+            return lambda: bucket.gradients.copy_(future.wait())
 
         # On CPU all of it is left to the thread, since a hook may communicate right here.
-        return start() if bucket.flat.is_cuda else lambda: start()()
+        return start() if bucket.gradients.is_cuda else lambda: start()()
 
     def register_comm_hook(self, state, hook):
         """From now on hook(state, bucket) -> Future reduces each bucket, taking the mean included.

@@ -9,35 +9,35 @@
 
 Replaces torch's ZeroRedundancyOptimizer (1,700 lines) and FSDP2 (5,700). How it works (Rajbhandari
 et al., arXiv 1910.02054, section 5): the parameters of a unit, such as a block of the model, lie in
-flat buffers that are cut into W shards, and rank r owns the r-th of each. There are three verbs: a
-unit is gathered before it is used, its gradients are reduced to their owners, and what is not
-needed any more is freed. The stages differ only in what they free:
+flat buffers that are cut into W shards, and rank r owns the r-th of each. A unit is gathered before
+it is used, and its gradients are reduced to the owners of its shards. The stages differ in what a
+rank keeps whole:
 
-    stage  shards      frees               bytes per rank, fp32, Adam  sent, of (W-1)/W Psi elements
-    Zero1  P_os        nothing             8 Psi + 8 Psi/W             2 per step
-    Zero2  P_os+g      gradients           4 Psi + 12 Psi/W            2 per micro-step
-    Zero3  P_os+g+p    parameters as well  16 Psi/W                    3 per micro-step
+    stage  shards      keeps whole               bytes per rank, fp32, Adam  sent, elements
+    Zero1  P_os        parameters and gradients  8 Psi + 8 Psi/W             2 per step
+    Zero2  P_os+g      parameters                4 Psi + 12 Psi/W            2 per micro-step
+    Zero3  P_os+g+p    nothing                   16 Psi/W                    3 per micro-step
+                                                                             times (W-1)/W Psi
 
-The module keeps its parameters: forward and backward compute with them. In stage 3 a gather gives
-them memory, and once that is freed they read as nan. The optimizer gets other parameters, the
-shards. (A fused optimizer rounds the last elements of a tensor differently, so that its shards do
-not get the bits of the whole.)
+The module keeps its parameters: forward and backward compute with them. The optimizer gets other
+parameters, the shards. (A fused optimizer rounds the last elements of a tensor differently, so that
+its shards do not get the bits of the whole.)
 
-How it differs: a weight that autograd saves becomes a note, by which the backward gathers the unit
-again. So a model may call its units again, out of order or in a checkpoint. Contributions to a
-gradient are added in rank order, micro-step by micro-step, which gives the bits of one process that
-accumulates the same micro batches.
+How it differs: the gather of a unit overlaps with the forward of the one before. In stage 3 the
+backward gathers a unit when autograd asks for one of its weights, so a model may call its units
+again, out of order or in a checkpoint. Contributions to a gradient are added in rank order,
+micro-step by micro-step, which gives the bits of one process that accumulates the same batches.
 
 Cost beside the table: during the backward three buckets of 25 MB (Zero1: one); in Zero3 the root
 and two units; under no_sync() whole gradients.
 
-In this order: three small functions, a bucket with shards, a unit, then Zero1: construction, gather
-and free, forward, backward, parameters and state; and in two lines each Zero2 and Zero3.
+In this order: three small functions; what shards are; the stages as the paper has them: Zero1,
+which can be read by itself, what Zero2 does otherwise, and what Zero3 adds; the meta device.
 """
 
 import collections
+import contextlib
 import functools
-import itertools
 import math
 
 import torch
@@ -72,16 +72,21 @@ def unless_compiling(hook):
     return lambda *arguments: None if torch.compiler.is_compiling() else hook(*arguments)
 
 
+# -------------------------------------------------------------------------------------------------
+# what shards are
+
+
 class ShardedBucket(Bucket):
-    """A bucket whose parameters lie in flat buffers too, cut into W equal shards of S elements:
+    """A bucket whose parameters lie in flat buffers too, cut into W equal chunks of S elements, of
+    which rank r owns the r-th:
 
         whole      (W S,) in param_dtype: what forward and backward use, or None
         master     (S,) in the parameters' own dtype; the optimizer's shards are views of it
-        flat       (W S,) in reduce_dtype: this rank's gradients until they are reduced, or None
-        gradient   (S,) as master: the mean over ranks; the shards' `.grad` are views of it
-        held       parameters with a gradient in flat, of this backward or held back by no_sync()
+        gradients  (W S,) in reduce_dtype: this rank's gradients until they are reduced, or None
+        mean       (S,) as master: the mean over ranks; the shards' `.grad` are views of it
+        held       parameters with a gradient in gradients, of this backward or held by no_sync()
 
-    Stage 1 keeps flat, and gradient is a part of it (`gradient_in_flat`); so is master of whole.
+    Where whole or gradients are kept, master or mean can be this rank's chunk of them.
     """
 
     def __init__(self, unit, parameters, rank, W, device, param_dtype, reduce_dtype):
@@ -93,12 +98,16 @@ class ShardedBucket(Bucket):
         super().__init__(parameters, align)
         self.size = max(1, -(-self.n // W))  # S
         self.n = W * self.size
-        self.whole = self.master = self.gradient = None
+        self.whole = self.master = self.mean = None
         self.shards, self.held = {}, set()  # shards: {parameter: the optimizer's}
 
-    def own(self, buffer):
-        """This rank's shard of a (W S,) buffer."""
+    def own_chunk(self, buffer):
+        """This rank's chunk, (S,), of a (W S,) buffer."""
         return buffer[self.rank * self.size:(self.rank + 1) * self.size]
+
+    def lies_in(self, shard, buffer):
+        """Whether shard, (S,), is this rank's chunk of buffer, and not a copy."""
+        return buffer is not None and shard.data_ptr() == self.own_chunk(buffer).data_ptr()
 
     def part(self, p):
         """(first, end) of this rank's part of p, counted within p; equal where it has none."""
@@ -106,27 +115,34 @@ class ShardedBucket(Bucket):
         first = self.rank * self.size - start
         return [min(max(i, 0), shape.numel()) for i in (first, first + self.size)]
 
-    def shard(self, p, buffer):
+    def shard_view(self, p, buffer):
         """This rank's part of p in a (S,) buffer: (n, 1, ..., 1), with p's number of dimensions."""
         (shape, _, start), (first, end) = self.places[p], self.part(p)
         offset = start + first - self.rank * self.size
         return buffer[offset:offset + end - first].view(end - first, *[1] * (len(shape) - 1))
 
+    def make_shards(self):
+        """Make the optimizer's parameters, views of master."""
+        for p in self.places:
+            # .data, for a _version of its own: a gather writes to master, which is no update.
+            shard = torch.nn.Parameter(self.shard_view(p, self.master).data, p.requires_grad)
+            vars(shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
+            self.shards[p] = shard
+
     @torch.inference_mode(False)  # what is made inside it could not be used outside
-    def show(self, whole):
-        """Point the parameters at whole or, if it is None, at a nan that is expanded to their
+    def show(self):
+        """Point the parameters at whole or, where there is none, at a nan that is expanded to their
         shape and takes no memory."""
-        self.whole = whole
         nothing = torch.full((), math.nan, device=self.device).to(self.param_dtype)
         for p, (shape, *_) in self.places.items():
-            p.data = nothing.expand(shape) if whole is None else self.view(p, whole)
+            p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
 
     def put(self, p, scale):
-        """Move p.grad into flat, added to what it holds of p; then all of it times scale. Returns
-        whether there is a gradient."""
-        if self.flat is None:
-            self.flat = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
-        view = self.view(p, self.flat)
+        """Move p.grad into gradients, added to what they hold of p; then all of it times scale.
+        Returns whether there is a gradient."""
+        if self.gradients is None:
+            self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
+        view = self.view(p, self.gradients)
         if p in self.held:
             view.add_(0 if p.grad is None else p.grad).mul_(scale)
         elif p.grad is None:
@@ -140,29 +156,32 @@ class ShardedBucket(Bucket):
             p.grad = None
         return p in self.held
 
-    def earlier(self):
-        """[what the shards' `.grad` hold from before this backward, (S,)], or [] if nothing: the
-        mean of a micro-step before."""
-        before = {p: shard.grad for p, shard in self.shards.items() if shard.grad is not None}
-        if all(before.get(p) is mean for p, (_, mean) in self.means.items()):
-            return [self.gradient]
+    def mean_so_far(self):
+        """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing."""
+        found = {p: shard.grad for p, shard in self.shards.items() if shard.grad is not None}
+        if all(found.get(p) is mean for p, (_, mean) in self.means.items()):
+            return [self.mean]
         together = torch.zeros_like(self.master)
-        for p, gradient in before.items():
-            self.shard(p, together).copy_(gradient)
-        return [together] if before else []
+        for p, gradient in found.items():
+            self.shard_view(p, together).copy_(gradient)
+        return [together] if found else []
 
 
 class Unit:
     """A part of the model whose parameters are gathered together: a block, or, the root, the rest.
+
+        submodules, parameters   what belongs to it and to no other unit
+        buckets                  of these parameters
+        is_current               whether the whole parameters have the values of the shards, or a
+                                 gather that is under way brings them
+        waits                    functions that wait for that gather
+        version                  `current_version()` when it was last looked at
     """
 
-    def __init__(self, name, module, is_own):
-        self.name, self.module, self.buckets = name, module, []
-        self.parameters = list(filter(is_own, module.parameters()))
-        self.submodules = list(filter(is_own, module.modules()))
-        self.is_whole = False  # whether the parameters are gathered, or on their way
-        self.waits = []  # of a gather under way
-        self.version = None  # `current_version()` when it was last looked at
+    def __init__(self, name, module):
+        self.name, self.module = name, module
+        self.submodules, self.parameters, self.buckets, self.waits = [], [], [], []
+        self.is_current, self.version = False, None
 
     def current_version(self):
         """A number that grows when the optimizer changes the shards."""
@@ -176,11 +195,26 @@ class Unit:
 
 
 # -------------------------------------------------------------------------------------------------
-# the stages
+# stage 1
+#
+# A stage is what it does at seven points: where memory is given out, the two lines with _keep, and
+# in every step. A dot says: as the stage before.
+#
+#                     Zero1                            Zero2              Zero3
+#   _keep_parameters  all, and this rank's shard       .                  only the shard
+#   _begin_forward    start to gather all units        .                  free all; plan the course
+#   _use              wait for the unit                .                  gather along the course
+#   _end_forward      wait for the units not used      .                  end the course
+#   _begin_backward   copy means that are in the way   .                  plan the course back
+#   _keep_gradients   all, and the mean of the shard   only the mean      .
+#   _end_backward     give the shards their means      .                  end the course; free all
 
 
 class Zero1(Reducer):
     """P_os: each rank keeps optimizer state for 1/W of the parameters, and updates only these.
+
+    A backward reduces each bucket to the owners of its shards, the optimizer updates the shards,
+    and the next forward gathers what they have become, each unit waiting for its own part.
 
     process_group: the ranks that train together; None for all.
     units: modules whose parameters are gathered together; None: the elements of the outermost
@@ -196,19 +230,14 @@ class Zero1(Reducer):
     module's `init_weights()`, which must skip what is still on meta, or `reset_parameters()` of the
     submodules. Rank 0's values count.
 
-    A forward is a collective, also one that only evaluates; in stage 3 so is a backward, also under
-    no_sync(). A rank may skip units: it gathers them with the others. But all ranks must call the
-    same units if one calls a unit twice, out of order, or in a second forward before the backward.
-    A unit's parameters are nan outside of its forward, also for the root. Under autocast autograd
-    saves 16-bit copies of all weights: use param_dtype instead. `zero_grad()` of this wrapper also
-    drops what no_sync() holds back; an optimizer's cannot. Keep the wrapper: hooks refer to it
-    weakly, and without it the module computes with nan.
+    A forward is a collective, also one that only evaluates. A rank may skip units: it gathers them
+    with the others. `zero_grad()` of this wrapper also drops what no_sync() holds back; an
+    optimizer's cannot. Keep the wrapper: hooks refer to it weakly, and without it nothing is
+    gathered.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
     """
-
-    _frees_gradients = _frees_parameters = False  # the stage
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
                  shard_size=None, offload=False, init_fn=None):
@@ -222,12 +251,10 @@ class Zero1(Reducer):
         nccl = "nccl" in dist.get_backend(self.process_group)
         self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
-        self._entered = []  # (unit, saved-tensor hooks) of the forwards under way
-        # The course: units still to be gathered in this pass, in the order common to all ranks.
-        self._course, self._newest = collections.deque(), None  # newest: the last one gathered
-        self._resident = []  # stage 3: whole units beside the root, at most two, the older first
-        self._bucket_at = {}  # stage 3: memory -> the bucket whose whole parameters are there
-        self._build_units(find_units(module) if units is None else units, reduce_dtype)
+        # (unit, what `_use` has begun) of the forwards under way, the innermost last.
+        self._entered = []
+        self._build_units(find_units(module) if units is None else units)
+        self._build_buckets(reduce_dtype)
         self._take_in_values(init_fn)
         bucket_of = {p: b for unit in self._units for b in unit.buckets for p in b.places}
         # Ordered by when a backward fills them: when it reaches their first parameter.
@@ -238,17 +265,27 @@ class Zero1(Reducer):
 
     # ---- construction
 
-    def _build_units(self, units, reduce_dtype):
-        """Divide the parameters, not yet their values, among units and buckets."""
-        names = {m: name for name, m in self.module.named_modules()}
-        if not set(units) <= names.keys() - {self.module}:
+    def _build_units(self, modules):
+        """Divide submodules and parameters among the root and a unit for each of modules."""
+        names, modules = {m: name for name, m in self.module.named_modules()}, set(modules)
+        if not modules <= names.keys() - {self.module}:
             raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module")
-        chosen = [m for m in names if m in set(units)]
-        n_units = collections.Counter(t for m in chosen for t in (*m.modules(), *m.parameters()))
-        # A parameter that a module outside of all units has is the root's, in however many units.
-        n_units.update(2 * [p for m in names if n_units[m] == 0 for p in m._parameters.values()])
-        self._units = [Unit("the root", self.module, lambda t: n_units[t] != 1),
-                       *(Unit(names[m], m, lambda t: n_units[t] == 1) for m in chosen)]
+        self._root = Unit("the root", self.module)
+        self._units = [self._root, *(Unit(names[m], m) for m in names if m in modules)]
+        unit_of, owner = {}, {}  # of modules, of parameters; the root, where there are two
+        for unit in self._units[1:]:
+            for m in unit.module.modules():
+                unit_of[m] = self._root if m in unit_of else unit
+        for m in names:
+            unit = unit_of.get(m, self._root)
+            unit.submodules.append(m)
+            for p in m.parameters(recurse=False):
+                owner[p] = self._root if owner.get(p, unit) is not unit else unit
+        for p, unit in owner.items():
+            unit.parameters.append(p)
+
+    def _build_buckets(self, reduce_dtype):
+        """Divide the parameters of each unit among buckets, the last ones first."""
         rank = dist.get_rank(self.shard_group)
         for unit in self._units:
             for parameters in fill_buckets(unit.parameters[::-1], BUCKET_BYTES, BUCKET_BYTES):
@@ -257,72 +294,37 @@ class Zero1(Reducer):
 
     @torch.no_grad()
     def _take_in_values(self, init_fn):
-        """Unit by unit, so that no rank holds more than one beside its shards: fill what is on the
-        meta device, agree with rank 0, cut shards."""
-        stand_ins = {}  # parameter on meta -> what it is to become
+        """Unit by unit, so that no rank holds more than one beside what it keeps: fill what is on
+        the meta device, agree with rank 0, keep what the stage keeps, free the rest."""
+        stand_ins = {}  # {parameter on meta: the one that will take its place}
         for unit in self._units:
-            stand_ins |= self._materialise(unit, init_fn)
+            stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
             for bucket in unit.buckets:
                 values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
                 for p in bucket.places:
-                    bucket.view(p, values).copy_(stand_ins.get(p, p))
+                    real = stand_ins.get(p, p)
+                    bucket.view(p, values).copy_(real)
+                    real.data, real.grad = values.new_empty(0, dtype=bucket.param_dtype), None
                 dist.broadcast(values.view(torch.uint8), group_src=0, group=self.process_group)
-                self._cut(bucket, values)
-                for p in bucket.places:
-                    t = stand_ins.get(p, p)
-                    t.data, t.grad = values.new_empty(0, dtype=bucket.param_dtype), None
-        for p, stand_in in stand_ins.items():
-            torch.utils.swap_tensors(p, stand_in)
+                self._keep_parameters(bucket, values)
+                bucket.make_shards()
+        swap(stand_ins)
         for unit in self._units:
-            unit.version = unit.current_version()
             for bucket in unit.buckets:
-                bucket.show(bucket.whole)
+                bucket.show()
         if any(True for _ in self.module.buffers()):
             broadcast([*self.module.buffers()], self.process_group)
 
-    def _materialise(self, unit, init_fn):
-        """Fill what unit has on the meta device -> {parameter: a real one with its values}."""
-        real, empty = {}, []
-        for p in unit.parameters:
-            if p.is_meta:
-                real[p] = torch.nn.Parameter(torch.empty_like(p, device=self._device),
-                                             p.requires_grad)
-                vars(real[p]).update(vars(p))
-                torch.utils.swap_tensors(p, real[p])
-        for m in self.module.modules():
-            buffers = {name: torch.empty_like(t, device=self._device) for name, t in
-                       m._buffers.items() if m in unit.submodules and t is not None and t.is_meta}
-            m._buffers.update(buffers)
-            if buffers or not real.keys().isdisjoint(m._parameters.values()):
-                empty.append(m)
-        if empty and init_fn is None and hasattr(self.module, "init_weights"):
-            self.module.init_weights()
-            empty.clear()
-        for m in empty:
-            reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
-            if init_fn is None and reset is None:
-                raise RuntimeError(f"{self._get_name()}: {unit.name} has a {type(m).__name__} on "
-                                   f"the meta device without reset_parameters(): pass init_fn")
-            reset() if init_fn is None else init_fn(m)
-        for p, t in real.items():  # back to meta, so that filling other units does not touch it
-            torch.utils.swap_tensors(p, t)
-        return real
-
-    def _cut(self, bucket, values):
-        """Keep what the stage keeps of values, (W S,), the whole parameters of bucket."""
-        own = bucket.own(values)
-        bucket.whole = None if self._frees_parameters else values.to(bucket.param_dtype)
-        in_place = bucket.whole is values and not self._offloads
-        bucket.master = own if in_place else self._new_shard(bucket).copy_(own)
-        bucket.gradient_in_flat = (bucket.reduce_dtype == bucket.dtype and
-                                   not self._frees_gradients and not self._offloads)
-        for p in bucket.places:
-            # .data, for a _version of its own: a gather writes to master, which is no update.
-            shard = torch.nn.Parameter(bucket.shard(p, bucket.master).data, p.requires_grad)
-            vars(shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
-            bucket.shards[p] = shard
+    def _keep_parameters(self, bucket, values):
+        """Keep values, (W S,), the whole parameters of bucket, and, as a part of them, this rank's
+        shard, which needs memory of its own only on another device or in another dtype."""
+        own = bucket.own_chunk(values)
+        bucket.whole = values.to(bucket.param_dtype)
+        is_apart = self._offloads or bucket.whole is not values
+        bucket.master = self._new_shard(bucket).copy_(own) if is_apart else own
 
     def _new_shard(self, bucket):
+        """(S,), on the device of the optimizer."""
         return torch.empty(bucket.size, dtype=bucket.dtype, pin_memory=self._offloads,
                            device="cpu" if self._offloads else self._device)
 
@@ -345,79 +347,7 @@ class Zero1(Reducer):
             raise RuntimeError(f"{self._get_name()}: the optimizer has the module's parameters: "
                                f"build it after wrapping, from the wrapper's parameters()")
 
-    # ---- gather and free
-
-    def _gather(self, unit):
-        """Start to gather unit, unless it is whole or on its way."""
-        if unit.is_whole:
-            return
-        if self._frees_parameters and unit is not self._units[0]:
-            if len(self._resident) == 2:
-                self._free(self._resident[0])
-            self._resident.append(unit)
-        unit.is_whole = True
-        unit.note_changes()
-        with record_function(f"start: gather {unit.name}"), torch.inference_mode(False):
-            for bucket in unit.buckets:
-                if bucket.whole is None:
-                    bucket.show(torch.empty(bucket.n, dtype=bucket.param_dtype,
-                                            device=self._device))
-                    self._bucket_at[bucket.whole.untyped_storage()._cdata] = bucket
-                own = bucket.own(bucket.whole)
-                if own.data_ptr() != bucket.master.data_ptr():
-                    own.copy_(bucket.master)  # the cast comes first: half the bytes in bf16
-                unit.waits.append(all_gather(bucket.whole, self.shard_group, self._tag))
-
-    def _finish_gather(self, unit):
-        waits, unit.waits = unit.waits, []
-        if waits:
-            self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
-
-    def _free(self, unit):
-        """Free the whole parameters of unit. Stages 1 and 2 keep them, to be gathered again."""
-        if not unit.is_whole:
-            return
-        self._finish_gather(unit)  # or a rank that skips units would collect gathers under way
-        unit.is_whole = False
-        if self._frees_parameters:
-            for bucket in unit.buckets:
-                bucket.show(None)
-            self._bucket_at = {k: b for k, b in self._bucket_at.items() if b.unit is not unit}
-        if unit in self._resident:
-            self._resident.remove(unit)
-
-    def _advance(self):
-        """Gather the next unit of the course, and launch the buckets that only waited for it."""
-        unit = self._newest = self._course.popleft()
-        self._gather(unit)
-        if unit in self._resident:  # now the newer one, so that all ranks free the same
-            self._resident.remove(unit)
-            self._resident.append(unit)
-        for bucket in self._buckets:
-            bucket.pending.discard(unit)
-        self._launch()
-
-    def _use(self, unit):
-        """Make unit whole. All that comes before it on the course is gathered first, since other
-        ranks may wait for it. While a unit is in use, the next one is on its way."""
-        while unit in self._course:
-            self._advance()
-        self._gather(unit)
-        self._finish_gather(unit)
-        # Unless the next one would take its place, as it may after a unit was called again.
-        if self._course and unit is self._newest and unit not in self._resident[:-1]:
-            self._advance()
-
-    def _end_pass(self, frees):
-        """A forward or backward ends."""
-        while self._course:
-            self._advance()
-        for unit in self._units:
-            self._finish_gather(unit)  # a shard must not change while it is being sent
-            if frees and self._frees_parameters:
-                self._free(unit)
-
-    # ---- forward
+    # ---- forward: gather what the optimizer has changed
 
     def forward(self, *inputs, **kwargs):
         if not in_backward():
@@ -425,134 +355,124 @@ class Zero1(Reducer):
         return self.module(*inputs, **kwargs)
 
     def _enter(self, unit, module, inputs, kwargs):
-        """Forward pre-hook of unit's module and of its submodules: makes unit whole. A recomputed
-        forward comes here too, in the backward."""
+        """Forward pre-hook of unit's module and of its submodules. A recomputed forward comes here
+        too, in the backward."""
         if in_backward():
-            self._begin_backward()
+            self._notice_backward()
         elif not self._entered:
+            self._drop_failed_backward()
             self._begin_forward(module)
-        self._entered.append((unit, self._note_weights()))
-        self._use(self._units[0])
-        self._use(unit)
+        use = self._use(unit)
+        self._entered.append((unit, use))
+        use.__enter__()
         if self.param_dtype is not None and module is unit.module:
             return tree_map_only(
                 torch.Tensor, lambda t: t.to(self.param_dtype) if t.is_floating_point() else t,
                 (inputs, kwargs))
 
-    def _begin_forward(self, module):
-        if self._averages:  # the last backward raised: what it has left is of no use
-            self._finish()
-            self._averages = False
-            self._to_launch.clear()
-            self.zero_grad()
-        # Shards may have changed, also by writes to .data, which leave no trace. But after a
-        # backward in no_sync() no step is due: then stages 1 and 2 need not gather again.
-        holds_back = any(bucket.held for bucket in self._buckets)
-        for unit in self._units:
-            if self._frees_parameters or not holds_back or unit.version != unit.current_version():
-                self._free(unit)
-        self._course = collections.deque(self._units if module is self.module else ())
-        while self._course and not self._frees_parameters:
-            self._advance()
-
     def _leave(self, module, inputs, output):
         """Forward hook of the same, also after an exception in the forward."""
-        _, hooks = self._entered.pop()
-        if hooks is not None:
-            hooks.__exit__()
-        if self._entered:
-            self._use(self._entered[-1][0])
-        elif not in_backward():
-            self._end_pass(frees=not torch.is_grad_enabled())
+        _, use = self._entered.pop()
+        use.__exit__(None, None, None)
+        if not self._entered and not in_backward():
+            self._end_forward()
 
-    def _note_weights(self):
-        """From here to the end of this forward, what autograd saves of a gathered weight is a note,
-        by which the backward gathers it again. All else goes the way of the hooks around, such as
-        those of activation checkpointing."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        noted = outer is not None and getattr(outer[0], "owner", None) is self
-        if noted or not self._frees_parameters or not torch.is_grad_enabled():
-            return None
+    def _begin_forward(self, module):
+        """Start to gather all units, or, if a script calls a part of the model, none yet.
 
-        def pack(t):
-            place = t.untyped_storage()._cdata if t.layout is torch.strided else None
-            bucket = self._bucket_at.get(place)
-            if bucket is not None:
-                return bucket, (t.shape, t.stride(), t.storage_offset()), bucket.unit.version
-            # Detached, since t may be the output of the node that saves it, which would be a cycle.
-            return None, outer[0](t) if outer else t.detach(), t._version
+        Shards may have changed, also by writes to .data, which leave no trace. But while no_sync()
+        holds gradients back no step is due: then a unit whose version is the same is current.
+        """
+        holds_back = any(bucket.held for bucket in self._buckets)
+        for unit in self._units:
+            if not holds_back or unit.version != unit.current_version():
+                unit.is_current = False
+            if module is self.module:
+                self._gather(unit)
 
-        def unpack(note):
-            bucket, saved, version = note
-            if bucket is not None:
-                self._begin_backward()
-                self._use(bucket.unit)
-                t, found = bucket.whole.as_strided(*saved), bucket.unit.version
-            elif outer:
-                return outer[1](saved)
-            else:
-                t, found = saved, saved._version
-            if found != version:
-                raise RuntimeError("a tensor that the backward needs was modified in place, such "
-                                   "as a parameter by an optimizer's step")
-            return t
+    def _gather(self, unit):
+        """Start to gather unit, unless it is current."""
+        if unit.is_current:
+            return
+        unit.is_current = True
+        unit.note_changes()
+        with record_function(f"start: gather {unit.name}"):
+            for bucket in unit.buckets:
+                if not bucket.lies_in(bucket.master, bucket.whole):
+                    # This is the cast, before the gather: half the bytes in bf16.
+                    bucket.own_chunk(bucket.whole).copy_(bucket.master)
+                unit.waits.append(all_gather(bucket.whole, self.shard_group, self._tag))
 
-        pack.owner = self
-        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        hooks.__enter__()
-        return hooks
+    def _finish_gather(self, unit):
+        """Wait for the gather of unit, if one is under way."""
+        waits, unit.waits = unit.waits, []
+        if waits:
+            self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
 
-    # ---- backward
+    @contextlib.contextmanager
+    def _use(self, unit):
+        """What surrounds a forward of unit: wait for the root and for unit."""
+        for needed in (self._root, unit):
+            self._gather(needed)
+            self._finish_gather(needed)
+        yield
+
+    def _end_forward(self):
+        """Wait also for the units that were not used."""
+        for unit in self._units:
+            self._finish_gather(unit)  # a shard must not change while it is being sent
+
+    # ---- backward: reduce gradients to the owners of the shards
 
     def _begin_backward(self):
-        if not in_backward() or self._task == torch._C._current_graph_task_id():
-            return
+        """Let autograd refuse graphs of weights that have changed. Gradients are about to fill the
+        buffers again: copy the means of the backward before that are in there."""
         super()._begin_backward()
         for unit in self._units:
             unit.note_changes()
         for bucket in self._buckets:
             for shard, mean in bucket.means.values():
-                if bucket.gradient_in_flat and shard.grad is mean:
-                    shard.grad = mean.clone()  # the buffer is about to be filled again
-        if self._frees_parameters:
-            self._course = collections.deque([self._units[0], *self._units[:0:-1]])
-            # While a unit is in use the next one is gathered, and then its gradients are reduced.
-            # Ranks that skip it keep to this order, since native collectives have no tags.
-            for unit, following in itertools.pairwise([*self._course, self._course[-1]]):
-                for bucket in unit.buckets:
-                    bucket.pending.add(following)
-            self._use(self._units[0])
+                if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
+                    shard.grad = mean.clone()
 
     def _reduce(self, bucket):
-        """Start to send each rank its shard of bucket -> what waits and adds. One at a time, which
+        """Start to send each rank its chunk of bucket -> what waits and adds. One at a time, which
         bounds the memory in flight."""
         self._finish()
-        if bucket.gradient is None:
-            bucket.gradient = (bucket.own(bucket.flat) if bucket.gradient_in_flat else
-                               self._new_shard(bucket))
-            bucket.means = {p: (shard, bucket.shard(p, bucket.gradient))
+        if bucket.mean is None:
+            self._keep_gradients(bucket)
+            bucket.means = {p: (shard, bucket.shard_view(p, bucket.mean))
                             for p, shard in bucket.shards.items()}
-        earlier = [t.to(self._device) for t in bucket.earlier()]
-        wait = reduce_scatter(bucket.flat, self.shard_group, self._tag + 1)
+        before = [t.to(self._device) for t in bucket.mean_so_far()]
+        wait = reduce_scatter(bucket.gradients, self.shard_group, self._tag + 1)
 
         def finish():
             if self._replicas is None:
-                wait(bucket.gradient, earlier)
+                wait(bucket.mean, before)
             else:
                 wait()
-                own = bucket.own(bucket.flat)
+                own = bucket.own_chunk(bucket.gradients)
                 all_reduce(own, self._replicas)()
-                add_in_rank_order([*earlier, own], bucket.gradient)
+                add_in_rank_order([*before, own], bucket.mean)
             bucket.held.clear()
-            if not bucket.gradient_in_flat:
-                bucket.flat = None
+            if not bucket.lies_in(bucket.mean, bucket.gradients):
+                bucket.gradients = None  # until `put` gets the next one
 
         return finish
 
-    def _end_backward(self):
-        self._end_pass(frees=False)
-        super()._end_backward()
-        self._end_pass(frees=not self._entered)
+    def _keep_gradients(self, bucket):
+        """Keep the whole gradients of bucket and, as a part of them, the mean of this rank's shard,
+        unless it needs memory of its own, on another device or in another dtype."""
+        is_apart = self._offloads or bucket.reduce_dtype != bucket.dtype
+        bucket.mean = self._new_shard(bucket) if is_apart else bucket.own_chunk(bucket.gradients)
+
+    def _drop_failed_backward(self):
+        """If the last backward raised, what it has left is of no use."""
+        if self._averages:
+            self._finish()
+            self._averages = False
+            self._to_launch.clear()
+            self.zero_grad()
 
     def zero_grad(self, set_to_none=True):
         """Also drops what no_sync() has held back, which an optimizer's zero_grad() cannot see."""
@@ -560,7 +480,7 @@ class Zero1(Reducer):
         for bucket in self._buckets:
             bucket.held.clear()
 
-    # ---- parameters and state
+    # ---- parameters and state, the same in every stage
 
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
         """(original name, this rank's shard) of every parameter of the module, in its order."""
@@ -582,7 +502,7 @@ class Zero1(Reducer):
             if bucket is not gathered:
                 gathered = bucket
                 flat = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
-                bucket.own(flat).copy_(bucket.master)
+                bucket.own_chunk(flat).copy_(bucket.master)
                 all_gather(flat, self.shard_group, self._tag)()
             yield name, bucket.view(p, flat).clone()
 
@@ -641,16 +561,231 @@ class Zero1(Reducer):
         raise RuntimeError(f"{self._get_name()}: cast or move the module before wrapping it")
 
 
+# -------------------------------------------------------------------------------------------------
+# stage 2
+
+
 class Zero2(Zero1):
     """P_os+g: each rank keeps also only its 1/W of the gradients. Every backward outside no_sync()
     reduces them and adds to the shards': W x accumulation micro batches give the bits of one
     process that accumulates as many, for W a power of two."""
 
-    _frees_gradients = True
+    def _keep_gradients(self, bucket):
+        """Keep only the mean of this rank's shard, in memory of its own: `_reduce` frees the whole
+        gradients then, and `ShardedBucket.put` gets memory when the next one arrives."""
+        bucket.mean = self._new_shard(bucket)
+
+
+# -------------------------------------------------------------------------------------------------
+# stage 3
 
 
 class Zero3(Zero2):
-    """P_os+g+p: beside the root two units are whole at a time, the one in use and the next one.
-    Gathering a third one frees the older; the end of a backward or an evaluation frees all."""
+    """P_os+g+p: each rank keeps also only its 1/W of the parameters; whole ones come and go.
 
-    _frees_parameters = True
+    The units that a forward or a backward gathers lie on a course, an order which all ranks have in
+    common. Beside the root, which stays, two units are whole at a time, the one in use and the next
+    one. Gathering a third one frees the older; the end of a backward or an evaluation frees all.
+    What autograd would save of a whole unit becomes a note, by which the backward gathers it again.
+
+    A backward is a collective too, also under no_sync(). All ranks must call the same units if one
+    calls a unit twice, out of order, or in a second forward before the backward. A unit's
+    parameters are nan outside of its forward, also for the root. Under autocast autograd saves
+    16-bit copies of all weights: use param_dtype instead.
+    """
+
+    @functools.wraps(Zero1.__init__)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._course = collections.deque()  # units that this pass has yet to gather
+        self._reached = None  # the last one that was taken from the course
+        self._older = self._newer = None  # units that are whole beside the root
+        self._bucket_at = {}  # memory -> the bucket whose whole parameters are there
+        # A backward uses the root first, then the units from the last one on.
+        back = [self._root, *self._units[:0:-1]]
+        self._following = dict(zip(back, [*back[1:], back[-1]]))
+
+    def _keep_parameters(self, bucket, values):
+        """Keep only this rank's shard."""
+        bucket.master = self._new_shard(bucket).copy_(bucket.own_chunk(values))
+
+    # ---- parameters come and go
+
+    def _make_whole(self, unit):
+        """Gather unit and wait. All that comes before it on the course is gathered first, since
+        other ranks may wait for it. While a unit is in use, the next one is on its way."""
+        while unit in self._course:
+            self._advance()
+        self._fetch(unit)
+        self._finish_gather(unit)
+        # If unit is the older one, since another was called out of order, the next would free it.
+        if self._course and unit is self._reached and unit is not self._older:
+            self._advance()
+
+    def _advance(self):
+        """Fetch the next unit of the course, and launch the buckets that only waited for that."""
+        unit = self._reached = self._course.popleft()
+        self._fetch(unit)
+        if unit is self._older:  # whole on this rank already; now the newer one on all ranks
+            self._older, self._newer = self._newer, unit
+        self._launch()
+
+    @torch.inference_mode(False)  # what is made inside it could not be used outside
+    def _fetch(self, unit):
+        """Give unit memory and start to gather it, unless it is whole; the older one goes."""
+        if unit.is_current:
+            return
+        if unit is not self._root:
+            if self._older is not None:
+                self._free(self._older)
+            self._older, self._newer = self._newer, unit
+        wholes = [torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device)
+                  for bucket in unit.buckets]  # first: a script may go on when memory is out
+        for bucket, whole in zip(unit.buckets, wholes):
+            bucket.whole = whole
+            bucket.show()
+            self._bucket_at[whole.untyped_storage()._cdata] = bucket
+        self._gather(unit)
+
+    def _free(self, unit):
+        """Free the memory of unit, if it is whole."""
+        if not unit.is_current:
+            return
+        self._finish_gather(unit)  # or a rank that skips units would collect gathers under way
+        unit.is_current = False
+        for bucket in unit.buckets:
+            del self._bucket_at[bucket.whole.untyped_storage()._cdata]
+            bucket.whole = None
+            bucket.show()
+
+    def _free_all(self):
+        for unit in self._units:
+            self._free(unit)
+        self._older = self._newer = None
+
+    # ---- forward and backward: along a course
+
+    def _begin_forward(self, module):
+        """Free all, since shards may have changed. The course is the order of the units; it is
+        empty if a script calls a part of the model."""
+        self._free_all()
+        self._course = collections.deque(self._units if module is self.module else ())
+
+    @contextlib.contextmanager
+    def _use(self, unit):
+        """What surrounds a forward of unit: the root and unit are whole, and what autograd saves of
+        them is a note. Then the unit around goes on, which may have been freed meanwhile."""
+        self._make_whole(self._root)
+        self._make_whole(unit)
+        with self._take_notes():
+            yield
+        if self._entered:
+            around, _ = self._entered[-1]
+            self._make_whole(around)
+
+    def _end_forward(self):
+        """Gather also what only other ranks use. What is whole now stays for the backward."""
+        while self._course:
+            self._advance()
+        super()._end_forward()
+        if not torch.is_grad_enabled():
+            self._free_all()
+
+    def _begin_backward(self):
+        """The course leads back through the units."""
+        super()._begin_backward()
+        self._course = collections.deque(self._following)
+        self._make_whole(self._root)
+
+    def _is_ready(self, bucket):
+        """Also, the unit that follows on the course is on its way: so it is where a rank uses both
+        units, and a rank that skips one keeps to this order, as native collectives need."""
+        return super()._is_ready(bucket) and self._following[bucket.unit] not in self._course
+
+    def _end_backward(self):
+        """Gather also what only other ranks use. Then nothing is needed any more, unless this
+        backward ran inside a forward."""
+        while self._course:
+            self._advance()
+        super()._end_backward()
+        if not self._entered:
+            self._free_all()
+
+    # ---- notes: what a backward needs, it gathers
+
+    def _take_notes(self):
+        """A context in which autograd saves a note for a tensor of a whole unit. All else goes to
+        the hooks around, such as those of activation checkpointing."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        takes_notes = outer is not None and getattr(outer[0], "func", None) == self._pack
+        if takes_notes or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, outer),
+                                                        functools.partial(self._unpack, outer))
+
+    def _pack(self, outer, t):
+        """A tensor that autograd saves -> (its bucket or None, what is kept of it, its version)."""
+        place = t.untyped_storage()._cdata if t.layout is torch.strided else None
+        bucket = self._bucket_at.get(place)
+        if bucket is not None:
+            return bucket, (t.shape, t.stride(), t.storage_offset()), bucket.unit.version
+        # Detached, since t may be the output of the node that saves it, which would be a cycle.
+        return None, outer[0](t) if outer else t.detach(), t._version
+
+    def _unpack(self, outer, note):
+        """What `_pack` was given: a weight from its unit, which is gathered again."""
+        bucket, kept, version = note
+        if bucket is not None:
+            if in_backward():
+                self._notice_backward()
+            self._make_whole(bucket.unit)
+            t, found = bucket.whole.as_strided(*kept), bucket.unit.version
+        elif outer:
+            return outer[1](kept)
+        else:
+            t, found = kept, kept._version
+        if found != version:
+            raise RuntimeError("a tensor that the backward needs was modified in place, such as a "
+                               "parameter by an optimizer's step")
+        return t
+
+
+# -------------------------------------------------------------------------------------------------
+# modules on the meta device
+
+
+def swap(pairs):
+    """Each key of pairs takes the place of its value, wherever that is referred to, and back."""
+    for p, q in pairs.items():
+        torch.utils.swap_tensors(p, q)
+
+
+def fill_meta(module, unit, device, init_fn):
+    """Fill what unit of module has on the meta device -> {parameter: a real one with its values}.
+
+    The buffers of module are real then. Its parameters are on meta again, so that filling another
+    unit does not touch them.
+    """
+    stand_ins, emptied = {}, []
+    for p in unit.parameters:
+        if p.is_meta:
+            stand_ins[p] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            vars(stand_ins[p]).update(vars(p))
+    swap(stand_ins)
+    for m in module.modules():
+        buffers = {name: torch.empty_like(t, device=device) for name, t in m._buffers.items()
+                   if m in unit.submodules and t is not None and t.is_meta}
+        m._buffers.update(buffers)
+        if buffers or not stand_ins.keys().isdisjoint(m._parameters.values()):
+            emptied.append(m)
+    if emptied and init_fn is None and hasattr(module, "init_weights"):
+        module.init_weights()
+        emptied.clear()
+    for m in emptied:
+        reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
+        if init_fn is None and reset is None:
+            raise RuntimeError(f"{unit.name} has a {type(m).__name__} on the meta device without "
+                               f"reset_parameters(): pass init_fn")
+        reset() if init_fn is None else init_fn(m)
+    swap(stand_ins)
+    return stand_ins
