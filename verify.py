@@ -1820,8 +1820,8 @@ def readme_leads_there(n):
 
 
 # Lines of code that no file exceeds: neither blank, nor comments, nor docstrings.
-CEILINGS = {"model.py": 245, "ddp.py": 320, "zero.py": 430, "train.py": 780, "verify.py": 1200,
-            "bench.sh": 250}
+CEILINGS = {"model.py": 245, "ddp.py": 355, "zero.py": 540, "train.py": 785, "verify.py": 1420,
+            "bench.sh": 310}
 
 
 @check(dict(W=1))
