@@ -1057,16 +1057,21 @@ def buffers_given_back_are_read(stage):
     """What a rank still sends to slower ones is overwritten neither by the units that come next nor
     by new values of its shards.
 
-    One rank runs ahead, skips all units and clears its shards at once, while the others are still
-    asleep. gloo reads a buffer when the receiver asks for it, so an early reuse sends zeros.
+    One rank skips all units and clears its shards at once, while the others, which it has met at
+    the root, are late for the first unit. gloo reads a buffer when the receiver asks for it, so an
+    early reuse sends zeros.
     """
-    x, module = torch.randn(2, 256), Chain(6, 256)
+    x, module, W = torch.randn(2, 256), Chain(6, 256), dist.get_world_size()
     with torch.no_grad():
-        for ahead in range(dist.get_world_size()):
+        for ahead in range(W):
             call, n = STAGES[stage](Chain(6, 256)), 0 if dist.get_rank() == ahead else 6
             call.load_full_state_dict(module.state_dict())
-            time.sleep(0.1 if n else 0)  # while the one ahead sends all that it does not use
-            found = call(x, n)
+
+            def late(*_, n=n, calls=itertools.count()):
+                time.sleep(0.2 if next(calls) == W - 1 and n else 0)  # the root has W - 1 calls
+
+            with every_collective(late):
+                found = call(x, n)
             for shard in call.parameters():
                 shard.zero_()
             assert torch.equal(found, module(x, n))
