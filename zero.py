@@ -147,10 +147,8 @@ class ShardedBucket(Bucket):
             view.add_(0 if p.grad is None else p.grad).mul_(scale)
         elif p.grad is None:
             view.zero_()  # not used here, maybe elsewhere
-        elif p.grad.dtype == view.dtype:
-            torch.mul(p.grad, scale, out=view)  # one pass over memory
         else:
-            view.copy_(p.grad).mul_(scale)  # the product in reduce_dtype
+            torch.mul(p.grad.to(view.dtype), scale, out=view)  # one pass, if the dtype is the same
         if p.grad is not None:
             self.held.add(p)
             p.grad = None
