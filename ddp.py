@@ -169,9 +169,10 @@ def all_reduce(flat, process_group=None, tag=0):
 
 
 def broadcast(tensors, process_group):
-    """Overwrite tensors by rank 0's, and wait. Raises RuntimeError if there is none."""
-    # .data: autograd may have saved a buffer, and need not hear of its new value.
-    dist._broadcast_coalesced(process_group, [t.data for t in tensors], 2**28, 0)
+    """Overwrite tensors by rank 0's, and wait."""
+    if tensors:
+        # .data: autograd may have saved a buffer, and need not hear of its new value.
+        dist._broadcast_coalesced(process_group, [t.data for t in tensors], 2**28, 0)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -182,10 +183,10 @@ class Bucket:
     """Some parameters, and a flat buffer in which their gradients lie one after the other, each at
     a multiple of `align` elements.
 
-        places     {parameter: (its shape, its strides if packed, its first element in the buffer)}
+        places     {parameter: (its shape, its strides when packed, its first element in it)}
         gradients  (n,), the flat buffer, or None while there is no memory for it
         pending    parameters whose gradients this backward has yet to bring
-        means      {parameter: (the tensor whose `.grad` becomes the mean, the mean)}
+        targets    {parameter: (the tensor whose `.grad` becomes the mean, the mean)}
     """
 
     def __init__(self, parameters, align=1):
@@ -193,7 +194,7 @@ class Bucket:
         for p in parameters:
             self.places[p] = p.shape, torch.empty_like(p, device="meta").stride(), self.n
             self.n += -(-p.numel() // align) * align
-        self.gradients, self.pending, self.means = None, set(), {}
+        self.gradients, self.pending, self.targets = None, set(), {}
 
     def view(self, p, buffer):
         """All of p in a buffer of n elements."""
@@ -202,7 +203,7 @@ class Bucket:
     def put(self, p, scale):
         """Move p.grad, times scale, into the buffer; then `p.grad` is a view of it. Returns whether
         there is a gradient."""
-        _, view = self.means[p]
+        _, view = self.targets[p]
         if p.grad is None:
             view.zero_()  # not used here, maybe elsewhere
         elif p.grad is view:
@@ -248,7 +249,8 @@ class Reducer(torch.nn.Module):
     """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a
     bucket, buckets are launched in order, and a callback ends the backward.
 
-    A subclass calls `_track` with its buckets, in the order in which a backward fills them, and has
+    A subclass sets `_bucket_of`, {parameter: its bucket}, and calls `_track` with the buckets of
+    trained parameters, in the order in which a backward fills them. It has `shard_group`, and
     `_reduce(bucket)`, which starts to reduce one and returns a function that waits for the end.
     """
 
@@ -285,8 +287,7 @@ class Reducer(torch.nn.Module):
     def _track(self, buckets):
         """From now on move the gradients of these buckets' parameters into them."""
         self._buckets = buckets
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
-        self._names = {p: n for n, p in self.module.named_parameters() if p in self._bucket_of}
+        self._names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         for p in self._names:
             p.register_post_accumulate_grad_hook(weakly(self._on_gradient))
 
@@ -339,7 +340,7 @@ class Reducer(torch.nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _is_ready(self, bucket):
-        """Whether all gradients that this backward brings are in bucket."""
+        """Whether bucket has all the gradients that this backward brings."""
         return not bucket.pending
 
     def _launch(self, at_end=False):
@@ -388,7 +389,7 @@ class Reducer(torch.nn.Module):
         n_ranks = self._wait_for("agree on use", lambda: count_ranks(
             [p in self._used for p in parameters], parameters[0], self.process_group))
         for p in itertools.compress(parameters, n_ranks):
-            owner, mean = self._bucket_of[p].means[p]
+            owner, mean = self._bucket_of[p].targets[p]
             owner.grad = mean
         unused = [name for name, n in zip(names, n_ranks) if n < self.world_size]
         if unused and not self.find_unused_parameters:
@@ -424,15 +425,17 @@ class DDP(Reducer):
                  find_unused_parameters=False, broadcast_buffers=True):
         super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}")
         self.input_device = device_ids[0] if device_ids else None
-        self.broadcast_buffers = broadcast_buffers and any(True for _ in module.buffers())
+        self.broadcast_buffers = broadcast_buffers
         self._comm_hook = self.comm_state = None
         self._sync_buffers = True  # before the next forward
         trained = [p for p in module.parameters() if p.requires_grad]
         lists = fill_buckets(trained[::-1], int(bucket_cap_mb * 2**20))
-        self._track([Bucket(parameters) for parameters in lists])
-        for bucket in self._buckets:
+        buckets = [Bucket(parameters) for parameters in lists]
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
+        self._track(buckets)
+        for bucket in buckets:
             bucket.gradients = next(iter(bucket.places)).new_zeros(bucket.n)
-            bucket.means = {p: (p, bucket.view(p, bucket.gradients)) for p in bucket.places}
+            bucket.targets = {p: (p, bucket.view(p, bucket.gradients)) for p in bucket.places}
         broadcast([*module.parameters(), *module.buffers()], self.process_group)
 
     def forward(self, *inputs, **kwargs):

@@ -1814,8 +1814,8 @@ def is_caught(file, old, new, name):
 
 @check(dict(W=1, n=0), full=[dict(W=1, n=99)], limit_s=600)
 def readme_leads_there(n):
-    """Files, headings and checks that the README names exist, in at most 450 lines and 32 kB. By
-    --full: with each edit of its table of breaks the check that the row names fails."""
+    """Files, headings, functions and checks that the README names exist, in at most 450 lines and
+    32 kB. By --full: with each edit of its table of breaks the check that the row names fails."""
     text = (HERE / "README.md").read_text()
     assert text.count("\n") <= 450 and len(text.encode()) <= 32_000, "README.md is too long"
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -1823,6 +1823,9 @@ def readme_leads_there(n):
                 for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE)}
     for file, heading in re.findall(r"\]\(([\w./]*)(?:#([^)]*))?\)", prose):
         assert (HERE / file).exists() and (file or heading in headings), f"{file}#{heading}"
+    for names, file in re.findall(r"\[(`[^]]*`)\]\((\w+\.py)\)", prose):
+        for name in re.findall(r"`(?:[A-Z]\w+\.)?(\w+)`", names):
+            assert re.search(rf"\b(def|class) {name}\b", (HERE / file).read_text()), f"no {name}"
     checks = {name for name, f in globals().items() if hasattr(f, "rows")}
     edits = re.findall(r"^\| \[(\S+)\]\(\1\) `(.*?)` \| `(.*?)` \|.*\| `(\w+)` \|$", text, re.M)
     names = set(re.findall(r"^\| \[.*\| `(\w+)` \|$", text, re.M))  # of breaks and exercises

@@ -11,13 +11,12 @@ Replaces torch's ZeroRedundancyOptimizer (1,700 lines) and FSDP2 (5,700). How it
 et al., arXiv 1910.02054, section 5): the parameters of a unit, such as a block of the model, lie in
 flat buffers that are cut into W shards, and rank r owns the r-th of each. A unit is gathered before
 it is used, and its gradients are reduced to the owners of its shards. The stages differ in what a
-rank keeps whole:
+rank keeps whole; for Psi parameters, per rank:
 
-    stage  shards      keeps whole               bytes per rank, fp32, Adam  sent, elements
-    Zero1  P_os        parameters and gradients  8 Psi + 8 Psi/W             2 per step
-    Zero2  P_os+g      parameters                4 Psi + 12 Psi/W            2 per micro-step
-    Zero3  P_os+g+p    nothing                   16 Psi/W                    3 per micro-step
-                                                                             times (W-1)/W Psi
+    stage  shards    keeps whole               bytes, fp32, Adam  sent, in (W-1)/W Psi elements
+    Zero1  P_os      parameters and gradients  8 Psi + 8 Psi/W    2 per step
+    Zero2  P_os+g    parameters                4 Psi + 12 Psi/W   2 per micro-step
+    Zero3  P_os+g+p  nothing                   16 Psi/W           3 per micro-step
 
 The module keeps its parameters: forward and backward compute with them. The optimizer gets other
 parameters, the shards. (A fused optimizer rounds the last elements of a tensor differently, so that
@@ -25,11 +24,13 @@ its shards do not get the bits of the whole.)
 
 How it differs: the gather of a unit overlaps with the forward of the one before. In stage 3 the
 backward gathers a unit when autograd asks for one of its weights, so a model may call its units
-again, out of order or in a checkpoint. Contributions to a gradient are added in rank order,
-micro-step by micro-step, which gives the bits of one process that accumulates the same batches.
+again, out of order or in a checkpoint. On CPU contributions to a gradient are added in rank order,
+in stages 2 and 3 micro-step by micro-step. Outside of no_sync(), and for W a power of two, that
+gives the bits of one process that accumulates the same micro batches.
 
-Cost beside the table: during the backward three buckets of 25 MB (Zero1: one); in Zero3 the root
-and two units; under no_sync() whole gradients.
+Cost beside the table: during the backward three buckets of 25 MB, one that fills, one that is sent
+and what arrives for it (Zero1: the last); in Zero3 the root and two units; under no_sync() whole
+gradients.
 
 In this order: three small functions; what shards are; the stages as the paper has them: Zero1,
 which can be read by itself, what Zero2 does otherwise, and what Zero3 adds; the meta device.
@@ -82,11 +83,11 @@ class ShardedBucket(Bucket):
 
         whole      (W S,) in param_dtype: what forward and backward use, or None
         master     (S,) in the parameters' own dtype; the optimizer's shards are views of it
-        gradients  (W S,) in reduce_dtype: this rank's gradients until they are reduced, or None
+        gradients  (W S,) in reduce_dtype: this rank's gradients, or None
         mean       (S,) as master: the mean over ranks; the shards' `.grad` are views of it
-        held       parameters with a gradient in gradients, of this backward or held by no_sync()
+        filled     parameters whose gradient is in gradients, and is not yet reduced
 
-    Where whole or gradients are kept, master or mean can be this rank's chunk of them.
+    Where whole is kept, master can be its own chunk; likewise mean of gradients.
     """
 
     def __init__(self, unit, parameters, rank, W, device, param_dtype, reduce_dtype):
@@ -99,24 +100,24 @@ class ShardedBucket(Bucket):
         self.size = max(1, -(-self.n // W))  # S
         self.n = W * self.size
         self.whole = self.master = self.mean = None
-        self.shards, self.held = {}, set()  # shards: {parameter: the optimizer's}
+        self.shards, self.filled = {}, set()  # shards: {parameter: the optimizer's}
 
     def own_chunk(self, buffer):
         """This rank's chunk, (S,), of a (W S,) buffer."""
         return buffer[self.rank * self.size:(self.rank + 1) * self.size]
 
-    def lies_in(self, shard, buffer):
-        """Whether shard, (S,), is this rank's chunk of buffer, and not a copy."""
-        return buffer is not None and shard.data_ptr() == self.own_chunk(buffer).data_ptr()
+    def lies_in(self, chunk, buffer):
+        """Whether chunk, (S,), is this rank's chunk of buffer, and not a copy."""
+        return buffer is not None and chunk.data_ptr() == self.own_chunk(buffer).data_ptr()
 
     def part(self, p):
-        """(first, end) of this rank's part of p, counted within p; equal where it has none."""
+        """[first, end] of this rank's part of p, counted within p; equal where it has none."""
         shape, _, start = self.places[p]
         first = self.rank * self.size - start
         return [min(max(i, 0), shape.numel()) for i in (first, first + self.size)]
 
     def shard_view(self, p, buffer):
-        """This rank's part of p in a (S,) buffer: (n, 1, ..., 1), with p's number of dimensions."""
+        """This rank's part of p in a (S,) buffer: (n, 1, ..., 1), with as many dimensions as p."""
         (shape, _, start), (first, end) = self.places[p], self.part(p)
         offset = start + first - self.rank * self.size
         return buffer[offset:offset + end - first].view(end - first, *[1] * (len(shape) - 1))
@@ -124,7 +125,7 @@ class ShardedBucket(Bucket):
     def make_shards(self):
         """Make the optimizer's parameters, views of master."""
         for p in self.places:
-            # .data, for a _version of its own: a gather writes to master, which is no update.
+            # .data, for a _version of its own: a gather may write to master, which is no update.
             shard = torch.nn.Parameter(self.shard_view(p, self.master).data, p.requires_grad)
             vars(shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
             self.shards[p] = shard
@@ -143,26 +144,28 @@ class ShardedBucket(Bucket):
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
         view = self.view(p, self.gradients)
-        if p in self.held:
+        if p in self.filled:
             view.add_(0 if p.grad is None else p.grad).mul_(scale)
         elif p.grad is None:
             view.zero_()  # not used here, maybe elsewhere
         else:
-            torch.mul(p.grad.to(view.dtype), scale, out=view)  # one pass, if the dtype is the same
+            torch.mul(p.grad.to(view.dtype), scale, out=view)  # a product in 16 bits would round
         if p.grad is not None:
-            self.held.add(p)
+            self.filled.add(p)
             p.grad = None
-        return p in self.held
+        return p in self.filled
 
     def mean_so_far(self):
         """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing."""
         found = {p: shard.grad for p, shard in self.shards.items() if shard.grad is not None}
-        if all(found.get(p) is mean for p, (_, mean) in self.means.items()):
+        if not found:
+            return []
+        if all(found.get(p) is mean for p, (_, mean) in self.targets.items()):
             return [self.mean]
         together = torch.zeros_like(self.master)
         for p, gradient in found.items():
             self.shard_view(p, together).copy_(gradient)
-        return [together] if found else []
+        return [together]
 
 
 class Unit:
@@ -170,8 +173,8 @@ class Unit:
 
         submodules, parameters   what belongs to it and to no other unit
         buckets                  of these parameters
-        is_current               whether the whole parameters have the values of the shards, or a
-                                 gather that is under way brings them
+        is_current               whether the whole parameters have the values of the shards, or
+                                 will have them when the gather under way ends
         waits                    functions that wait for that gather
         version                  `current_version()` when it was last looked at
     """
@@ -185,8 +188,9 @@ class Unit:
         """A number that grows when the optimizer changes the shards."""
         return sum(shard._version for bucket in self.buckets for shard in bucket.shards.values())
 
-    def note_changes(self):
-        """If the shards have changed, let autograd refuse graphs of the old weights."""
+    def refuse_old_graphs(self):
+        """If the shards have changed, count it as a change of the module's parameters, so that a
+        backward through the old weights raises."""
         if self.version != self.current_version():
             self.version = self.current_version()
             torch.autograd.graph.increment_version(self.parameters)
@@ -195,17 +199,22 @@ class Unit:
 # -------------------------------------------------------------------------------------------------
 # stage 1
 #
-# A stage is what it does at seven points: where memory is given out, the two lines with _keep, and
-# in every step. A dot says: as the stage before.
+# A stage is what it keeps, the first two lines, and what it does at seven steps. A dot says: as the
+# stage before.
 #
-#                     Zero1                            Zero2              Zero3
-#   _keep_parameters  all, and this rank's shard       .                  only the shard
-#   _begin_forward    start to gather all units        .                  free all; plan the course
-#   _use              wait for the unit                .                  gather along the course
-#   _end_forward      wait for the units not used      .                  end the course
-#   _begin_backward   copy means that are in the way   .                  plan the course back
-#   _keep_gradients   all, and the mean of the shard   only the mean      .
-#   _end_backward     give the shards their means      .                  end the course; free all
+#                     Zero1                             Zero2             Zero3
+#   _keep_parameters  all, the own chunk as their part  .                 only the own chunk
+#   _keep_gradients   all, the mean as their part       only the mean     .
+#
+#   _begin_forward    start to gather all units         .                 free all; plan the course
+#   _use              wait for the root and the unit    .                 gather along the course,
+#                                                                         take notes of weights
+#   _leave            the last one ends the forward     .                 the unit around goes on
+#   _end_forward      wait for units that were skipped  .                 end the course
+#   _begin_backward   clone means that are in the way   .                 plan the course back
+#   _is_ready         a bucket has all its gradients    .                 ... and the next unit is
+#                                                                         on its way
+#   _end_backward     give the shards their means       .                 end the course; free all
 
 
 class Zero1(Reducer):
@@ -229,9 +238,9 @@ class Zero1(Reducer):
     submodules. Rank 0's values count.
 
     A forward is a collective, also one that only evaluates. A rank may skip units: it gathers them
-    with the others. `zero_grad()` of this wrapper also drops what no_sync() holds back; an
-    optimizer's cannot. Keep the wrapper: hooks refer to it weakly, and without it nothing is
-    gathered.
+    with the others. All ranks make as many backwards in no_sync(). `zero_grad()` of this wrapper
+    also drops what no_sync() holds back; an optimizer's cannot. Keep the wrapper: hooks refer to it
+    weakly, and without it nothing is gathered.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
@@ -239,7 +248,8 @@ class Zero1(Reducer):
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
                  shard_size=None, offload=False, init_fn=None):
-        super().__init__(module, process_group, True, f"{param_dtype} {reduce_dtype} {shard_size}")
+        super().__init__(module, process_group, find_unused_parameters=True,
+                         options=f"{param_dtype} {reduce_dtype} {shard_size}")
         self.param_dtype, self.shard_size = param_dtype, shard_size or self.world_size
         self.shard_group, self._replicas = self.process_group, None
         if self.shard_size != self.world_size:
@@ -249,16 +259,15 @@ class Zero1(Reducer):
         nccl = "nccl" in dist.get_backend(self.process_group)
         self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
-        # (unit, what `_use` has begun) of the forwards under way, the innermost last.
-        self._entered = []
+        self._entered = []  # the units of the forwards under way, the innermost last
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype)
         self._take_in_values(init_fn)
-        bucket_of = {p: b for unit in self._units for b in unit.buckets for p in b.places}
-        # Ordered by when a backward fills them: when it reaches their first parameter.
-        trained = dict.fromkeys(bucket_of[p] for p in module.parameters() if p.requires_grad)
-        self._track(list(trained)[::-1])
-        self._bucket_of = bucket_of  # also of frozen parameters
+        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
+        # In the order in which a backward, which starts at the end, reaches their first parameters.
+        trained = [self._bucket_of[p] for p in module.parameters() if p.requires_grad]
+        self._track(list(dict.fromkeys(trained))[::-1])
         self._add_hooks()
 
     # ---- construction
@@ -292,8 +301,8 @@ class Zero1(Reducer):
 
     @torch.no_grad()
     def _take_in_values(self, init_fn):
-        """Unit by unit, so that no rank holds more than one beside what it keeps: fill what is on
-        the meta device, agree with rank 0, keep what the stage keeps, free the rest."""
+        """Fill what is on the meta device, agree with rank 0, keep what the stage keeps, and free
+        the rest. Unit by unit, so that a rank has one unit more than it keeps."""
         stand_ins = {}  # {parameter on meta: the one that will take its place}
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
@@ -310,18 +319,17 @@ class Zero1(Reducer):
         for unit in self._units:
             for bucket in unit.buckets:
                 bucket.show()
-        if any(True for _ in self.module.buffers()):
-            broadcast([*self.module.buffers()], self.process_group)
+        broadcast(list(self.module.buffers()), self.process_group)
 
     def _keep_parameters(self, bucket, values):
-        """Keep values, (W S,), the whole parameters of bucket, and, as a part of them, this rank's
-        shard, which needs memory of its own only on another device or in another dtype."""
+        """Keep values, (W S,), the whole parameters of bucket. The own chunk is a part of them; in
+        another dtype or on another device it has memory of its own."""
         own = bucket.own_chunk(values)
         bucket.whole = values.to(bucket.param_dtype)
         is_apart = self._offloads or bucket.whole is not values
-        bucket.master = self._new_shard(bucket).copy_(own) if is_apart else own
+        bucket.master = self._new_chunk(bucket).copy_(own) if is_apart else own
 
-    def _new_shard(self, bucket):
+    def _new_chunk(self, bucket):
         """(S,), on the device of the optimizer."""
         return torch.empty(bucket.size, dtype=bucket.dtype, pin_memory=self._offloads,
                            device="cpu" if self._offloads else self._device)
@@ -334,10 +342,10 @@ class Zero1(Reducer):
             enter = functools.partial(weakly(self._enter), unit)
             for m in unit.submodules:
                 if m is unit.module or m._parameters:
-                    # What torch.compile makes of a unit stays without hooks.
-                    apart = torch.compiler.disable if m is unit.module else unless_compiling
-                    m.register_forward_pre_hook(apart(enter), prepend=True, with_kwargs=True)
-                    m.register_forward_hook(apart(weakly(self._leave)), always_call=True)
+                    # A compiled unit has its hooks around the graph, and needs none inside.
+                    outside = torch.compiler.disable if m is unit.module else unless_compiling
+                    m.register_forward_pre_hook(outside(enter), prepend=True, with_kwargs=True)
+                    m.register_forward_hook(outside(weakly(self._leave)), always_call=True)
 
     def _check_optimizer(self, optimizer, *_):
         """Hook of all optimizers: one that was given the module's parameters would do nothing."""
@@ -349,20 +357,19 @@ class Zero1(Reducer):
 
     def forward(self, *inputs, **kwargs):
         if not in_backward():
-            self._entered.clear()  # by a forward that Ctrl-C has ended
+            self._entered.clear()  # left by a forward that Ctrl-C has ended
         return self.module(*inputs, **kwargs)
 
     def _enter(self, unit, module, inputs, kwargs):
-        """Forward pre-hook of unit's module and of its submodules. A recomputed forward comes here
-        too, in the backward."""
+        """Forward pre-hook of unit's module and of its submodules that have parameters. A forward
+        that recomputes a checkpoint comes here too, and is a sign of a backward."""
+        self._entered.append(unit)
         if in_backward():
             self._notice_backward()
-        elif not self._entered:
+        elif len(self._entered) == 1:
             self._drop_failed_backward()
             self._begin_forward(module)
-        use = self._use(unit)
-        self._entered.append((unit, use))
-        use.__enter__()
+        self._use(unit)
         if self.param_dtype is not None and module is unit.module:
             return tree_map_only(
                 torch.Tensor, lambda t: t.to(self.param_dtype) if t.is_floating_point() else t,
@@ -370,20 +377,19 @@ class Zero1(Reducer):
 
     def _leave(self, module, inputs, output):
         """Forward hook of the same, also after an exception in the forward."""
-        _, use = self._entered.pop()
-        use.__exit__(None, None, None)
+        self._entered.pop()
         if not self._entered and not in_backward():
             self._end_forward()
 
     def _begin_forward(self, module):
         """Start to gather all units, or, if a script calls a part of the model, none yet.
 
-        Shards may have changed, also by writes to .data, which leave no trace. But while no_sync()
-        holds gradients back no step is due: then a unit whose version is the same is current.
+        In general nothing is current any more, as a write to a shard's .data leaves no trace. But
+        between micro-steps in no_sync() no step is due: there a change of version is what counts.
         """
-        holds_back = any(bucket.held for bucket in self._buckets)
+        accumulates = any(bucket.filled for bucket in self._buckets)
         for unit in self._units:
-            if not holds_back or unit.version != unit.current_version():
+            if not accumulates or unit.version != unit.current_version():
                 unit.is_current = False
             if module is self.module:
                 self._gather(unit)
@@ -393,7 +399,7 @@ class Zero1(Reducer):
         if unit.is_current:
             return
         unit.is_current = True
-        unit.note_changes()
+        unit.refuse_old_graphs()
         with record_function(f"start: gather {unit.name}"):
             for bucket in unit.buckets:
                 if not bucket.lies_in(bucket.master, bucket.whole):
@@ -407,39 +413,35 @@ class Zero1(Reducer):
         if waits:
             self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
 
-    @contextlib.contextmanager
     def _use(self, unit):
-        """What surrounds a forward of unit: wait for the root and for unit."""
+        """Wait for the root and for unit, gathering what is not current."""
         for needed in (self._root, unit):
             self._gather(needed)
             self._finish_gather(needed)
-        yield
 
     def _end_forward(self):
-        """Wait also for the units that were not used."""
+        """Wait also for units that were skipped."""
         for unit in self._units:
             self._finish_gather(unit)  # a shard must not change while it is being sent
 
     # ---- backward: reduce gradients to the owners of the shards
 
     def _begin_backward(self):
-        """Let autograd refuse graphs of weights that have changed. Gradients are about to fill the
-        buffers again: copy the means of the backward before that are in there."""
+        """Means of the last backward may lie in the buffers that this one fills: clone them."""
         super()._begin_backward()
         for unit in self._units:
-            unit.note_changes()
+            unit.refuse_old_graphs()
         for bucket in self._buckets:
-            for shard, mean in bucket.means.values():
+            for shard, mean in bucket.targets.values():
                 if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
                     shard.grad = mean.clone()
 
     def _reduce(self, bucket):
-        """Start to send each rank its chunk of bucket -> what waits and adds. One at a time, which
-        bounds the memory in flight."""
-        self._finish()
+        """Start to send each rank its chunk of bucket -> a function that waits and adds."""
+        self._finish()  # one bucket at a time, which bounds the memory in flight
         if bucket.mean is None:
             self._keep_gradients(bucket)
-            bucket.means = {p: (shard, bucket.shard_view(p, bucket.mean))
+            bucket.targets = {p: (shard, bucket.shard_view(p, bucket.mean))
                             for p, shard in bucket.shards.items()}
         before = [t.to(self._device) for t in bucket.mean_so_far()]
         wait = reduce_scatter(bucket.gradients, self.shard_group, self._tag + 1)
@@ -447,25 +449,26 @@ class Zero1(Reducer):
         def finish():
             if self._replicas is None:
                 wait(bucket.mean, before)
-            else:
+            else:  # the sum over all ranks first: ((before + c0) + c1) would have other bits
                 wait()
                 own = bucket.own_chunk(bucket.gradients)
                 all_reduce(own, self._replicas)()
                 add_in_rank_order([*before, own], bucket.mean)
-            bucket.held.clear()
+            bucket.filled.clear()
             if not bucket.lies_in(bucket.mean, bucket.gradients):
                 bucket.gradients = None  # until `put` gets the next one
 
         return finish
 
     def _keep_gradients(self, bucket):
-        """Keep the whole gradients of bucket and, as a part of them, the mean of this rank's shard,
-        unless it needs memory of its own, on another device or in another dtype."""
+        """Keep the whole gradients of bucket: the mean of the own chunk is a part of them. In
+        another dtype or on another device it has memory of its own, and `_reduce` frees them."""
         is_apart = self._offloads or bucket.reduce_dtype != bucket.dtype
-        bucket.mean = self._new_shard(bucket) if is_apart else bucket.own_chunk(bucket.gradients)
+        bucket.mean = self._new_chunk(bucket) if is_apart else bucket.own_chunk(bucket.gradients)
 
     def _drop_failed_backward(self):
-        """If the last backward raised, what it has left is of no use."""
+        """If the last backward raised, drop what it has left, and all that was accumulated before.
+        """
         if self._averages:
             self._finish()
             self._averages = False
@@ -476,7 +479,7 @@ class Zero1(Reducer):
         """Also drops what no_sync() has held back, which an optimizer's zero_grad() cannot see."""
         super().zero_grad(set_to_none)
         for bucket in self._buckets:
-            bucket.held.clear()
+            bucket.filled.clear()
 
     # ---- parameters and state, the same in every stage
 
@@ -565,13 +568,13 @@ class Zero1(Reducer):
 
 class Zero2(Zero1):
     """P_os+g: each rank keeps also only its 1/W of the gradients. Every backward outside no_sync()
-    reduces them and adds to the shards': W x accumulation micro batches give the bits of one
-    process that accumulates as many, for W a power of two."""
+    reduces them, and adds their mean to the shards' `.grad`: W x accumulation micro batches give
+    the bits of one process that accumulates as many, for W a power of two."""
 
     def _keep_gradients(self, bucket):
-        """Keep only the mean of this rank's shard, in memory of its own: `_reduce` frees the whole
-        gradients then, and `ShardedBucket.put` gets memory when the next one arrives."""
-        bucket.mean = self._new_shard(bucket)
+        """Keep only the mean of the own chunk, in memory of its own: then `_reduce` frees the whole
+        gradients, and `ShardedBucket.put` gets memory when the next one arrives."""
+        bucket.mean = self._new_chunk(bucket)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -579,33 +582,34 @@ class Zero2(Zero1):
 
 
 class Zero3(Zero2):
-    """P_os+g+p: each rank keeps also only its 1/W of the parameters; whole ones come and go.
+    """P_os+g+p: each rank keeps also only its 1/W of the parameters.
 
-    The units that a forward or a backward gathers lie on a course, an order which all ranks have in
-    common. Beside the root, which stays, two units are whole at a time, the one in use and the next
-    one. Gathering a third one frees the older; the end of a backward or an evaluation frees all.
-    What autograd would save of a whole unit becomes a note, by which the backward gathers it again.
+    Units become whole in the order of a course, which all ranks have in common: a forward's leads
+    through the units, a backward's back. Beside the root, which stays, two units are whole at a
+    time, the one in use and the next one. Gathering a third one frees the older; the end of a
+    backward or an evaluation frees all. What autograd would save of a whole unit becomes a note, by
+    which the backward gathers it again.
 
     A backward is a collective too, also under no_sync(). All ranks must call the same units if one
-    calls a unit twice, out of order, or in a second forward before the backward. A unit's
-    parameters are nan outside of its forward, also for the root. Under autocast autograd saves
-    16-bit copies of all weights: use param_dtype instead.
+    calls a unit twice, out of order, or in a second forward before the backward. A parameter that
+    is not gathered is nan; it may be so outside of its unit's forward, also for the root. Under
+    autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
     """
 
     @functools.wraps(Zero1.__init__)
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._course = collections.deque()  # units that this pass has yet to gather
-        self._reached = None  # the last one that was taken from the course
+        self._course = collections.deque()  # units that this forward or backward has yet to gather
+        self._last_taken = None  # from the course
         self._older = self._newer = None  # units that are whole beside the root
         self._bucket_at = {}  # memory -> the bucket whose whole parameters are there
-        # A backward uses the root first, then the units from the last one on.
-        back = [self._root, *self._units[:0:-1]]
-        self._following = dict(zip(back, [*back[1:], back[-1]]))
+        self._notes = []  # contexts of the forwards under way, in which notes are taken
+        self._way_back = [self._root, *self._units[:0:-1]]
+        self._following = dict(zip(self._way_back, [*self._way_back[1:], self._way_back[-1]]))
 
     def _keep_parameters(self, bucket, values):
-        """Keep only this rank's shard."""
-        bucket.master = self._new_shard(bucket).copy_(bucket.own_chunk(values))
+        """Keep only the own chunk."""
+        bucket.master = self._new_chunk(bucket).copy_(bucket.own_chunk(values))
 
     # ---- parameters come and go
 
@@ -616,21 +620,22 @@ class Zero3(Zero2):
             self._advance()
         self._fetch(unit)
         self._finish_gather(unit)
-        # If unit is the older one, since another was called out of order, the next would free it.
-        if self._course and unit is self._reached and unit is not self._older:
+        # Not if that frees unit itself, which is the older one after a call out of order.
+        if self._course and unit is self._last_taken and unit is not self._older:
             self._advance()
 
     def _advance(self):
         """Fetch the next unit of the course, and launch the buckets that only waited for that."""
-        unit = self._reached = self._course.popleft()
+        unit = self._last_taken = self._course.popleft()
         self._fetch(unit)
-        if unit is self._older:  # whole on this rank already; now the newer one on all ranks
+        if unit is self._older:
+            # Whole since an earlier use, but other ranks fetch it now: all must free the same next.
             self._older, self._newer = self._newer, unit
         self._launch()
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def _fetch(self, unit):
-        """Give unit memory and start to gather it, unless it is whole; the older one goes."""
+        """Give unit memory and start to gather it, unless it is current. The older unit goes."""
         if unit.is_current:
             return
         if unit is not self._root:
@@ -638,7 +643,7 @@ class Zero3(Zero2):
                 self._free(self._older)
             self._older, self._newer = self._newer, unit
         wholes = [torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device)
-                  for bucket in unit.buckets]  # first: a script may go on when memory is out
+                  for bucket in unit.buckets]  # all or, where memory is out, none
         for bucket, whole in zip(unit.buckets, wholes):
             bucket.whole = whole
             bucket.show()
@@ -646,10 +651,10 @@ class Zero3(Zero2):
         self._gather(unit)
 
     def _free(self, unit):
-        """Free the memory of unit, if it is whole."""
+        """Free the memory of unit, if it is current."""
         if not unit.is_current:
             return
-        self._finish_gather(unit)  # or a rank that skips units would collect gathers under way
+        self._finish_gather(unit)  # nobody else does on a rank that skips unit
         unit.is_current = False
         for bucket in unit.buckets:
             del self._bucket_at[bucket.whole.untyped_storage()._cdata]
@@ -669,17 +674,21 @@ class Zero3(Zero2):
         self._free_all()
         self._course = collections.deque(self._units if module is self.module else ())
 
-    @contextlib.contextmanager
     def _use(self, unit):
-        """What surrounds a forward of unit: the root and unit are whole, and what autograd saves of
-        them is a note. Then the unit around goes on, which may have been freed meanwhile."""
+        """Make the root and unit whole. From here to `_leave`, what autograd saves of whole units
+        is a note."""
+        self._notes.append(self._take_notes())
+        self._notes[-1].__enter__()
         self._make_whole(self._root)
         self._make_whole(unit)
-        with self._take_notes():
-            yield
+
+    def _leave(self, module, inputs, output):
+        """As stage 1. The unit around may have been freed meanwhile: gather it again."""
+        super()._leave(module, inputs, output)
+        while len(self._notes) > len(self._entered):
+            self._notes.pop().__exit__(None, None, None)
         if self._entered:
-            around, _ = self._entered[-1]
-            self._make_whole(around)
+            self._make_whole(self._entered[-1])
 
     def _end_forward(self):
         """Gather also what only other ranks use. What is whole now stays for the backward."""
@@ -690,14 +699,15 @@ class Zero3(Zero2):
             self._free_all()
 
     def _begin_backward(self):
-        """The course leads back through the units."""
+        """The course leads back through the units. The root is whole from here on."""
         super()._begin_backward()
-        self._course = collections.deque(self._following)
+        self._course = collections.deque(self._way_back)
         self._make_whole(self._root)
 
     def _is_ready(self, bucket):
-        """Also, the unit that follows on the course is on its way: so it is where a rank uses both
-        units, and a rank that skips one keeps to this order, as native collectives need."""
+        """As stage 1, and the gather of the unit that follows has begun. So it has when a rank that
+        uses bucket's unit has the gradients. One that skips the unit, and has nothing to wait for,
+        waits for it too: native collectives must come in one order on all ranks."""
         return super()._is_ready(bucket) and self._following[bucket.unit] not in self._course
 
     def _end_backward(self):
@@ -722,7 +732,8 @@ class Zero3(Zero2):
                                                         functools.partial(self._unpack, outer))
 
     def _pack(self, outer, t):
-        """A tensor that autograd saves -> (its bucket or None, what is kept of it, its version)."""
+        """A tensor that autograd saves -> a note: its bucket, its place there, the version of the
+        unit; or, if it is of no whole unit, None, the tensor, its version."""
         place = t.untyped_storage()._cdata if t.layout is torch.strided else None
         bucket = self._bucket_at.get(place)
         if bucket is not None:
@@ -753,7 +764,8 @@ class Zero3(Zero2):
 
 
 def swap(pairs):
-    """Each key of pairs takes the place of its value, wherever that is referred to, and back."""
+    """Exchange each key of pairs with its value, whoever refers to them. A second call undoes it.
+    """
     for p, q in pairs.items():
         torch.utils.swap_tensors(p, q)
 
@@ -761,10 +773,10 @@ def swap(pairs):
 def fill_meta(module, unit, device, init_fn):
     """Fill what unit of module has on the meta device -> {parameter: a real one with its values}.
 
-    The buffers of module are real then. Its parameters are on meta again, so that filling another
-    unit does not touch them.
+    The unit's buffers are real then. Its parameters are on meta again, so that filling another unit
+    does not touch them.
     """
-    stand_ins, emptied = {}, []
+    stand_ins, modules = {}, []  # modules: those that have something to fill
     for p in unit.parameters:
         if p.is_meta:
             stand_ins[p] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
@@ -775,11 +787,11 @@ def fill_meta(module, unit, device, init_fn):
                    if m in unit.submodules and t is not None and t.is_meta}
         m._buffers.update(buffers)
         if buffers or not stand_ins.keys().isdisjoint(m._parameters.values()):
-            emptied.append(m)
-    if emptied and init_fn is None and hasattr(module, "init_weights"):
+            modules.append(m)
+    if modules and init_fn is None and hasattr(module, "init_weights"):
         module.init_weights()
-        emptied.clear()
-    for m in emptied:
+        modules.clear()
+    for m in modules:
         reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
         if init_fn is None and reset is None:
             raise RuntimeError(f"{unit.name} has a {type(m).__name__} on the meta device without "
