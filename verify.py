@@ -961,11 +961,12 @@ def traffic_is_the_formulas(stage):
 
 
 @check(*grid(W=(2,), stage=STAGES), *grid(W=(1024,), stage=("zero2", "zero3")),
-       dict(W=4, stage="zero3", shard_size=2), dict(W=2, stage="zero3", recomputed=True))
-def memory_is_the_formulas(stage, shard_size=None, recomputed=False):
+       dict(W=4, stage="zero3", shard_size=2), dict(W=2, stage="zero3", recomputed=True),
+       dict(W=2, stage="zero1", reduce_dtype=torch.bfloat16))
+def memory_is_the_formulas(stage, shard_size=None, recomputed=False, reduce_dtype=None):
     """After construction, a backward and a step a rank holds what the paper's formula says, at 1024
     ranks too; inside forward and backward, also a recomputed one, a few units more, and nothing
-    when all is over.
+    when all is over. In stage 1 means of another dtype than the gradients let these go.
 
     Bytes in fp32 with Adam: 8 psi + 8 psi/W, 4 psi + 12 psi/W, 16 psi/W (arXiv 1910.02054, figure
     1). What is found above it is kept twice, gathered too early, or held by a reference left over.
@@ -973,7 +974,8 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False):
     W, n, width = shard_size or dist.get_world_size(), 12, 64
     unit, before, found = 4 * width * width, live_bytes(), {}
     psi = n * unit + 4 * 64
-    call = STAGES[stage](Chain(n, width, recomputed), shard_size=shard_size)
+    call = STAGES[stage](Chain(n, width, recomputed), shard_size=shard_size,
+                         reduce_dtype=reduce_dtype)
     found["built"] = live_bytes() - before
     optimizer = torch.optim.AdamW(call.parameters(), foreach=False)
     for step in range(2):
@@ -985,10 +987,11 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False):
         found["step"] = live_bytes() - before
         call.zero_grad()
     parameters = psi / W if stage == "zero3" else psi
-    held = parameters + (psi if stage == "zero1" else psi / W) + 2 * psi / W
+    keeps_gradients = stage == "zero1" and reduce_dtype is None
+    held = parameters + (psi if keeps_gradients else psi / W) + 2 * psi / W
     # Units more: whole ones; two gradients, and what of each arrives from the other ranks.
     whole = 2 * (stage == "zero3")
-    gradients = 1 if stage == "zero1" else 2 + 2 * (W - 1) / W
+    gradients = 1 if keeps_gradients else 2 + 2 * (W - 1) / W
     for phase, least, more in (("built", parameters, 1), ("step", held, 1),
                                ("forward", held, 1 + whole),
                                ("full_backward", held, whole + gradients)):
