@@ -1034,6 +1034,9 @@ def meta_device_is_filled(stage):
     for init_fn, mean, units in ((None, 1, None), (fill, 7, [])):
         values = wrap(on_meta(fillable), init_fn=init_fn, units=units).full_state_dict()
         assert (values["0.1.running_var"] == mean).all(), "not as rank 0 has it"
+    chain = partial(on_meta, partial(Chain, 2, 4))  # whose root cannot reset itself
+    raises(RuntimeError, "the root .*Chain .*pass init_fn", wrap, chain())
+    assert (wrap(chain(), init_fn=fill).full_state_dict()["scale"] == 7).all()
 
 
 @check(*grid(W=(1, 3), stage=STAGES), full=grid(W=(1, 2, 3, 4), stage=STAGES))

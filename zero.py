@@ -600,7 +600,7 @@ class Zero3(Zero2):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._course = collections.deque()  # units that this forward or backward has yet to gather
-        self._last_taken = None  # from the course
+        self._last_taken = None  # the unit that was last taken from it
         self._older = self._newer = None  # units that are whole beside the root
         self._bucket_at = {}  # memory -> the bucket whose whole parameters are there
         self._notes = []  # contexts of the forwards under way, in which notes are taken
@@ -620,7 +620,7 @@ class Zero3(Zero2):
             self._advance()
         self._fetch(unit)
         self._finish_gather(unit)
-        # Not if that frees unit itself, which is the older one after a call out of order.
+        # Unless that frees unit itself, which is the older one after a call out of order.
         if self._course and unit is self._last_taken and unit is not self._older:
             self._advance()
 
@@ -654,7 +654,7 @@ class Zero3(Zero2):
         """Free the memory of unit, if it is current."""
         if not unit.is_current:
             return
-        self._finish_gather(unit)  # nobody else does on a rank that skips unit
+        self._finish_gather(unit)  # on a rank that skips unit nothing else waits for it
         unit.is_current = False
         for bucket in unit.buckets:
             del self._bucket_at[bucket.whole.untyped_storage()._cdata]
