@@ -873,8 +873,8 @@ CHANGES = ((lambda m: m.first.double(), "first.weight"),
 
 @check(*grid(W=(2, 3)))
 def mistakes_are_named():
-    """Ranks whose modules differ all raise, naming the first difference; so do unused parameters
-    and a double backward. The next wrapper works."""
+    """Ranks whose modules differ all raise, naming the first difference; so do unused parameters,
+    a double backward, and one through weights that a step has changed. The next wrapper works."""
     rank, x = dist.get_rank(), torch.ones(3, 5)
     for wrap in (our_ddp, Zero1, Zero3):
         for change, name in CHANGES:
@@ -884,6 +884,11 @@ def mistakes_are_named():
             raises(RuntimeError, name, wrap, module)
         call = wrap(fresh("lora"))
         raises(RuntimeError, "create_graph", call(x, 0).backward, create_graph=True)
+        call = wrap(fresh("lora"))
+        old = call(x, 0)
+        call(x, 0).backward()
+        torch.optim.SGD(call.parameters(), lr=0.1).step()
+        raises(RuntimeError, "modified", old.backward)
     call = DDP(fresh("odd"))
     for turn, parts in ((0, {"never"}), (min(rank, 1), {"never", "sometimes"})):
         text = raises(RuntimeError, "never.weight", call(x, turn).backward)
