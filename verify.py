@@ -458,8 +458,23 @@ class Experts(nn.Module):
         return (x + self.shift if turn == 0 else x).square().mean()
 
 
+class Caller(nn.Module):
+    """A unit whose forward calls the three other units, through a list that torch does not see, and
+    reads its own weight after that. In stage 3 they have taken its memory by then."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        others, last = self.layers[:3], self.layers[3]
+        last.forward = lambda x: F.linear(reduce(lambda x, m: m(x).tanh(), others, x), last.weight)
+        last.bias.requires_grad_(False)
+
+    def forward(self, x, turn):
+        return self.layers[3](x).square().mean()
+
+
 ZOO = dict(
-    gpt=Tokens, odd=Odd, mixed=Mixed, experts=Experts,
+    gpt=Tokens, odd=Odd, mixed=Mixed, experts=Experts, caller=Caller,
     lora=lambda: Blocks((0, 1, 2, 3), frozen=(2,)),
     again=lambda: Blocks((3, 1, 0, 2, 2, 1), at_once=3, tied=True),
     skipping=lambda: Blocks((0, 1, 2, 3), (0, 3), (2,), frozen=(1,)))
