@@ -30,7 +30,6 @@ import concurrent.futures
 import contextlib
 import itertools
 import math
-import secrets
 import time
 import types
 import weakref
@@ -38,6 +37,8 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.utils import _to_kwargs
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 
@@ -234,6 +235,11 @@ def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
 # the reducer
 
 
+def in_backward():
+    """Whether autograd is at work in this thread: a forward now recomputes a checkpoint."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def weakly(method):
     """A hook that does not keep the method's object alive, and does nothing once it is gone."""
     reference = weakref.WeakMethod(method)
@@ -245,6 +251,11 @@ def weakly(method):
     return hook
 
 
+def traits(p):
+    """What must stay as it was when p was wrapped. One hook is ours."""
+    return p.shape, p.dtype, p.device, len(p._post_accumulate_grad_hooks or ())
+
+
 class Reducer(torch.nn.Module):
     """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a
     bucket, buckets are launched in order, and a callback ends the backward.
@@ -252,9 +263,16 @@ class Reducer(torch.nn.Module):
     A subclass sets `_bucket_of`, {parameter: its bucket}, and calls `_track` with the buckets of
     trained parameters, in the order in which a backward fills them. It has `shard_group`, and
     `_reduce(bucket)`, which starts to reduce one and returns a function that waits for the end.
+
+    Gradients become means only if the module is still what was wrapped, if nobody steps before the
+    backward has ended, and if it has not raised. Otherwise a forward, a step or the next backward
+    raises RuntimeError.
     """
 
-    def __init__(self, module, process_group, find_unused_parameters, options):
+    broadcast_buffers = True
+    _ignored = ()  # names of parameters and buffers that are left alone
+
+    def __init__(self, module, process_group, find_unused_parameters, options, init_sync=True):
         super().__init__()
         self.module = module
         self.process_group = process_group or dist.group.WORLD
@@ -263,33 +281,78 @@ class Reducer(torch.nn.Module):
         self.require_backward_grad_sync = True  # what no_sync() changes
         self.exposed_s = 0.0  # seconds that the training thread has waited for communication
         self._scale = 1 / self.world_size  # of gradients, before they are added up
-        # The engine's number of the last backward; whether one is under way that averages.
+        # The engine's number of the last backward; whether it averages, and has not yet ended.
         self._task, self._averages = -1, False
+        self._sync_buffers = True  # before the next forward
         # Buckets of the backward under way; (what is reduced, what waits for it).
         self._to_launch, self._launched = collections.deque(), collections.deque()
         self._thread = concurrent.futures.ThreadPoolExecutor(1)  # one: first in, first out
-        self._check_ranks_agree(options)
-        tag = [2 * secrets.randbits(29)]  # by which messages differ from those of other wrappers
-        dist.broadcast_object_list(tag, group=self.process_group, group_src=0)
-        self._tag = tag[0]
+        self._tag = self._agree(options) if init_sync else 0
 
-    def _check_ranks_agree(self, options):
-        """Raise on every rank, naming the first difference, where ranks wrap different modules."""
+    def _agree(self, options):
+        """Raise on every rank, naming the first difference, where ranks wrap different modules.
+        Return a tag, by which messages differ from those of other wrappers."""
         tensors = (*self.module.named_parameters(), *self.module.named_buffers())
-        lines = [options, *((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)]
-        views = [None] * self.world_size
-        dist.all_gather_object(views, lines, group=self.process_group)
+        lines = [f"{self._get_name()} {options}"]
+        lines += [(name, t.shape, f"strides {torch.empty_like(t, device='meta').stride()}", t.dtype,
+                   t.requires_grad) for name, t in tensors]
+        views = [None] * self.world_size  # the id of an object is no other's while it lives
+        dist.all_gather_object(views, (id(self) % 2**30, lines), group=self.process_group)
+        tags, views = zip(*views)
         for found in itertools.zip_longest(*views, fillvalue="nothing"):
             if len(set(found)) > 1:
                 raise RuntimeError(f"{self._get_name()}: ranks wrap different modules: "
                                    f"{' but '.join(map(str, dict.fromkeys(found)))}")
+        return tags[0]
 
     def _track(self, buckets):
         """From now on move the gradients of these buckets' parameters into them."""
-        self._buckets = buckets
-        self._names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
+        self._buckets, handles = buckets, []
+        self._names = {p: name for name, p in self.module.named_parameters()
+                       if p.requires_grad and p in self._bucket_of}
         for p in self._names:
-            p.register_post_accumulate_grad_hook(weakly(self._on_gradient))
+            handles += (p.register_hook(weakly(self._notice_backward)),
+                        p.register_post_accumulate_grad_hook(weakly(self._on_gradient)))
+        weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        self._traits = {p: (*traits(p)[:-1], 1) for p in self._names}  # one hook
+        # What autograd runs to add to p.grad. Kept, or it would make another for each backward.
+        self._nodes = {p: get_gradient_edge(p).node for p in self._names}
+        register_optimizer_step_pre_hook(weakly(self._check_optimizer))
+
+    def _check_optimizer(self, optimizer, *_):
+        """Hook of all optimizers: raise if one would step with gradients that are no means."""
+        given = {p for group in optimizer.param_groups for p in group["params"]}
+        if self._averages and not given.isdisjoint(self.parameters()):
+            raise RuntimeError(f"{self._get_name()}: an optimizer steps inside a backward, or after "
+                               f"one that raised: call zero_grad()")
+
+    @torch.compiler.disable  # torch.compile of all would trace what is to be asked each time
+    def _prepare_forward(self):
+        """Bring rank 0's buffers. Raise if the module is not what was wrapped; that takes 2 us per
+        parameter."""
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and self._traits.get(p) != traits(p) and name not in self._ignored:
+                raise RuntimeError(
+                    f"{self._get_name()}: {name} was added, unfrozen, cast, moved, resized, given a "
+                    f"post-accumulate hook or wrapped again, after it was wrapped: wrap last")
+        if self._averages and all(p.grad is None for p in self.parameters()):
+            self.zero_grad()  # so did the script, after a backward that raised
+        if self._sync_buffers:
+            broadcast(self._buffers_of_rank_0(), self.process_group)
+        # As in torch: not after a forward that evaluates, or that accumulates.
+        self._sync_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
+
+    def _buffers_of_rank_0(self):
+        """Buffers that are to be as rank 0 has them."""
+        return [t for name, t in self.module.named_buffers()
+                if self.broadcast_buffers and name not in self._ignored]
+
+    def zero_grad(self, set_to_none=True):
+        """Also forgets a backward that has raised."""
+        super().zero_grad(set_to_none)
+        self._finish()
+        self._to_launch.clear()
+        self._averages = False
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -309,32 +372,36 @@ class Reducer(torch.nn.Module):
 
     def _on_gradient(self, p):
         """Hook of p: autograd has added all that this backward adds to p.grad."""
-        if torch.is_grad_enabled():
-            raise RuntimeError("backward(create_graph=True) is not supported: means have no graph")
-        self._notice_backward()
+        if torch.is_grad_enabled() or p.grad is not None and p.grad.is_sparse:
+            raise RuntimeError(f"{self._names[p]}: backward(create_graph=True) and sparse gradients "
+                               f"are not supported")
         bucket = self._bucket_of[p]
-        bucket.put(p, self._scale if self._averages else 1.0)
         bucket.pending.discard(p)
-        self._used.add(p)
+        # None: autograd has reached p, but left its gradient undefined.
+        if bucket.put(p, self._scale if self._averages else 1.0) or not self.find_unused_parameters:
+            self._used.add(p)
         self._launch()
 
-    def _notice_backward(self):
-        """Called at each sign of a backward, the first of which begins it."""
-        task = torch._C._current_graph_task_id()  # the engine counts backwards as they begin
-        if task > self._task:
+    def _notice_backward(self, gradient=None):
+        """Called at each sign of a backward, the first of which begins it. The hook of a parameter
+        is also called by torch.autograd.grad(), which accumulates nothing that could be averaged:
+        then `_will_engine_execute_node` raises."""
+        task = torch._C._current_graph_task_id()  # the engine's number of this backward
+        if task != self._task:
+            if self._averages:
+                raise RuntimeError("a backward inside another, as by checkpointing with "
+                                   "use_reentrant=True, is not supported; after one that raised, "
+                                   "call zero_grad()")
             self._task = task
             self._begin_backward()
-        elif task < self._task:  # one that ran inside this one has begun, and ended, meanwhile
-            raise RuntimeError("checkpointing with use_reentrant=True is not supported")
 
     def _begin_backward(self):
         """Find out which gradients this backward will bring, and whether it averages."""
-        self._finish()  # what a backward that raised has launched
         self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
-        for bucket in self._buckets:
+        for bucket in self._buckets if self.require_backward_grad_sync else ():
             # Only parameters that this backward reaches: others must not delay the bucket.
-            bucket.pending = {p for p in bucket.places if
-                              torch._C._will_engine_execute_node(get_gradient_edge(p).node)}
+            bucket.pending = {p for p in bucket.places
+                              if torch._C._will_engine_execute_node(self._nodes[p])}
         self._averages = self.require_backward_grad_sync and any(b.pending for b in self._buckets)
         self._to_launch = collections.deque(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -390,62 +457,90 @@ class Reducer(torch.nn.Module):
             [p in self._used for p in parameters], parameters[0], self.process_group))
         for p in itertools.compress(parameters, n_ranks):
             owner, mean = self._bucket_of[p].targets[p]
+            if owner.grad is not None and owner.grad is not mean:
+                mean += owner.grad  # of a loss over the shards of ZeRO
             owner.grad = mean
-        unused = [name for name, n in zip(names, n_ranks) if n < self.world_size]
+        unused = [names[i] for i, n in enumerate(n_ranks)
+                  if n < self.world_size and parameters[i].requires_grad]
         if unused and not self.find_unused_parameters:
             raise RuntimeError(f"no gradient in this backward, on some rank, for {unused}: freeze "
-                               f"them, or pass find_unused_parameters=True")
+                               f"them, or pass find_unused_parameters=True, or checkpoint with "
+                               f"use_reentrant=False")
 
 
 # -------------------------------------------------------------------------------------------------
 # DDP
 
 
+@torch.nn.parallel.DistributedDataParallel.register
 class DDP(Reducer):
     """Average gradients over the ranks of process_group during every backward of module.
 
-    device_ids: None, or the one CUDA device of module, to which inputs are moved.
+    device_ids: None, or a list of the one device of module, to which inputs are moved.
     bucket_cap_mb: largest size of a bucket; the first has 1 MB, the next ones double it.
     find_unused_parameters: accept that a backward leaves parameters out. One that some rank used
     counts as zero elsewhere; one that no rank used keeps `grad is None`. Otherwise every rank
     raises RuntimeError, naming them.
     broadcast_buffers: rank 0's buffers go to all ranks before a forward, as in torch.
+    init_sync: compare modules, and start with rank 0's parameters and buffers.
+    output_device, gradient_as_bucket_view, static_graph, dim, check_reduction: torch's; ignored.
 
-    Names and meaning as in torch.nn.parallel.DistributedDataParallel. Raises RuntimeError on every
-    rank where ranks wrap modules that differ in names, shapes, dtypes or frozen parameters. Wrap
-    last: freezing, casting and moving come before. Every backward that reaches a parameter is
-    averaged, that of `model.module(x)` too, unless it runs in no_sync(). `.grad` lives in a bucket:
-    clone what has to outlive the next backward. With a comm hook, no other wrapper of the same
-    group may take part in the same backward.
+    Names and meaning as in torch.nn.parallel.DistributedDataParallel, of which it is a virtual
+    subclass. What `module._ddp_params_and_buffers_to_ignore` names is left alone. Raises
+    RuntimeError on every rank where ranks wrap modules that differ in names, shapes, strides,
+    dtypes or frozen parameters. Wrap last: freezing, casting and moving come before. Every backward
+    that reaches a parameter is averaged, that of `model.module(x)` too, unless it runs in
+    no_sync(). `.grad` lives in a bucket: clone what has to outlive the next backward. With a comm
+    hook, no other wrapper of the same group may take part in the same backward. A copy, by deepcopy
+    or pickle, is wrapped without communication, as with init_sync=False; two such may not take part
+    in the same backward.
     """
 
     shard_group = None  # the ranks over which parameters are sharded: in DDP they are not
 
     def __init__(self, module, device_ids=None, process_group=None, bucket_cap_mb=25,
-                 find_unused_parameters=False, broadcast_buffers=True):
-        super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}")
-        self.input_device = device_ids[0] if device_ids else None
+                 find_unused_parameters=False, broadcast_buffers=True, init_sync=True,
+                 output_device=None, gradient_as_bucket_view=False, static_graph=False, dim=0,
+                 check_reduction=False):
+        super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}",
+                         init_sync)
+        self.device_ids, self.bucket_cap_mb = device_ids, bucket_cap_mb
         self.broadcast_buffers = broadcast_buffers
         self._comm_hook = self.comm_state = None
-        self._sync_buffers = True  # before the next forward
-        trained = [p for p in module.parameters() if p.requires_grad]
-        lists = fill_buckets(trained[::-1], int(bucket_cap_mb * 2**20))
+        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        parameters = [p for name, p in module.named_parameters() if name not in self._ignored]
+        trained = [p for p in parameters if p.requires_grad]
+        devices = {p.device for p in trained}
+        if len(devices) != 1:
+            raise RuntimeError(f"DDP: parameters that require a gradient are on {len(devices)} "
+                               f"devices, not on one: {[*map(str, devices)]}")
+        self.device = devices.pop()
+        lists = fill_buckets(trained[::-1], int((bucket_cap_mb or 25) * 2**20))
         buckets = [Bucket(parameters) for parameters in lists]
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
         self._track(buckets)
         for bucket in buckets:
             bucket.gradients = next(iter(bucket.places)).new_zeros(bucket.n)
             bucket.targets = {p: (p, bucket.view(p, bucket.gradients)) for p in bucket.places}
-        broadcast([*module.parameters(), *module.buffers()], self.process_group)
+        if init_sync:
+            broadcast([*parameters, *self._buffers_of_rank_0()], self.process_group)
+
+    def __getstate__(self):
+        """For deepcopy, pickle and AveragedModel: what the copy is made from."""
+        if self.process_group is not dist.group.WORLD:
+            raise RuntimeError("DDP: a copy would be of the default process group: copy the module")
+        names = ("module", "device_ids", "bucket_cap_mb", "find_unused_parameters",
+                 "broadcast_buffers")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state):
+        self.__init__(**state, init_sync=False)
 
     def forward(self, *inputs, **kwargs):
-        if self._sync_buffers and self.broadcast_buffers:
-            broadcast(list(self.module.buffers()), self.process_group)
-        # As in torch: not after a forward that evaluates, or that accumulates.
-        self._sync_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if self.input_device is not None:
-            inputs, kwargs = torch.utils._pytree.tree_map_only(
-                torch.Tensor, lambda t: t.to(self.input_device), (inputs, kwargs))
+        if not in_backward():
+            self._prepare_forward()
+        if self.device_ids:
+            inputs, kwargs = (moved[0] for moved in _to_kwargs(inputs, kwargs, self.device, False))
         return self.module(*inputs, **kwargs)
 
     def _reduce(self, bucket):
@@ -472,6 +567,8 @@ class DDP(Reducer):
         bucket has the methods of torch.distributed.GradBucket. On CPU the hook runs on a thread,
         beside the backward.
         """
+        if self._comm_hook or not callable(hook):
+            raise TypeError("DDP: register_comm_hook() takes a function, and only once")
         self.comm_state, self._comm_hook, self._scale = state, hook, 1.0
 
     def full_parameters(self):
@@ -581,8 +678,9 @@ def total_norm(tensors, process_group=None):
     process_group: the ranks over which the tensors are sharded; None where each rank holds them
     whole. In float64, so that the division into shards does not show once rounded to fp32.
     """
-    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    squares = [torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in tensors]
+    with torch._C.DisableTorchFunctionSubclass():  # or ZeRO's shards would refuse
+        tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+        squares = [torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in tensors]
     total = sum(squares, torch.zeros((), dtype=torch.float64))
     if process_group is not None:
         total = total.cuda() if "nccl" in dist.get_backend(process_group) else total

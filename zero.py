@@ -40,23 +40,18 @@ import collections
 import contextlib
 import functools
 import math
+import weakref
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ddp import (Bucket, HierarchicalState, Reducer, add_in_rank_order, all_gather, all_reduce,
-                 broadcast, fill_buckets, reduce_scatter, weakly)
+                 broadcast, fill_buckets, in_backward, reduce_scatter, weakly)
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's number
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
-
-
-def in_backward():
-    """Whether autograd is at work in this thread: a forward now recomputes a checkpoint."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def find_units(module):
@@ -101,6 +96,7 @@ class ShardedBucket(Bucket):
         self.n = W * self.size
         self.whole = self.master = self.mean = None
         self.shards, self.filled = {}, set()  # shards: {parameter: the optimizer's}
+        self.guard = None
 
     def own_chunk(self, buffer):
         """This rank's chunk, (S,), of a (W S,) buffer."""
@@ -130,13 +126,30 @@ class ShardedBucket(Bucket):
             vars(shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
             self.shards[p] = shard
 
+    def part_of(self, p, value):
+        """This rank's part of value, which has the shape of p: (n, 1, ..., 1), as its shard."""
+        shape, strides, _ = self.places[p]
+        packed = torch.empty_strided(shape, strides, dtype=value.dtype, device=self.master.device)
+        flat = packed.copy_(value).as_strided((shape.numel(),), (1,))[slice(*self.part(p))]
+        return flat.view(-1, *[1] * (len(shape) - 1))
+
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def show(self):
-        """Point the parameters at whole or, where there is none, at a nan that is expanded to their
-        shape and takes no memory."""
+        """Point the parameters at whole, which has been gathered."""
+        self.guard.open()
+        for p, (*_, start) in self.places.items():
+            if p.data_ptr() != self.whole.data_ptr() + start * self.whole.itemsize:
+                p.data = self.view(p, self.whole)
+        self.guard.seen = {p: (p.data_ptr(), p._version) for p in self.places}
+
+    @torch.inference_mode(False)
+    def drop_whole(self):
+        """Free whole. The parameters become a nan, expanded to their shape: it takes no memory."""
+        self.whole = None
         nothing = torch.full((), math.nan, device=self.device).to(self.param_dtype)
-        for p, (shape, *_) in self.places.items():
-            p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
+        with torch._C.DisableTorchFunctionSubclass():  # this is no write to an Absent
+            for p, (shape, *_) in self.places.items():
+                p.data = nothing.expand(shape)
 
     def put(self, p, scale):
         """Move p.grad into gradients, added to what they hold of p; then all of it times scale.
@@ -156,8 +169,8 @@ class ShardedBucket(Bucket):
         return p in self.filled
 
     def mean_so_far(self):
-        """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing."""
-        found = {p: shard.grad for p, shard in self.shards.items() if shard.grad is not None}
+        """[what the shards' `.grad` held before this backward, (S,)], or [] if nothing."""
+        found = self.guard.before
         if not found:
             return []
         if all(found.get(p) is mean for p, (_, mean) in self.targets.items()):
@@ -177,10 +190,11 @@ class Unit:
                                  will have them when the gather under way ends
         waits                    functions that wait for that gather
         version                  `current_version()` when it was last looked at
+        read                     function that gathers it, if a forward or backward is under way
     """
 
-    def __init__(self, name, module):
-        self.name, self.module = name, module
+    def __init__(self, name, module, read):
+        self.name, self.module, self.read = name, module, functools.partial(read, self)
         self.submodules, self.parameters, self.buckets, self.waits = [], [], [], []
         self.is_current, self.version = False, None
 
@@ -193,7 +207,207 @@ class Unit:
         backward through the old weights raises."""
         if self.version != self.current_version():
             self.version = self.current_version()
+            self.hide()
             torch.autograd.graph.increment_version(self.parameters)
+
+
+    def show(self):
+        """Let its parameters be read, since they are whole."""
+        for bucket in self.buckets:
+            if not bucket.guard.is_open:
+                bucket.show()
+
+    def hide(self):
+        """Let them not be read any more."""
+        for bucket in self.buckets:
+            bucket.guard.close()
+
+
+# -------------------------------------------------------------------------------------------------
+# right, or refused
+#
+# What a script does around a stage is right, or raises: nobody reads a parameter whose value is not
+# there, and what turns up where it does not belong is taken to where it does. Who studies the
+# stages may skip this section.
+
+
+# What may be asked of a parameter whose value is not there, apart from attributes.
+QUESTIONS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous",
+             "is_floating_point", "is_complex", "data_ptr", "untyped_storage", "get_device",
+             "__len__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+# Attributes that are not such questions; what may be written, since it goes element by element.
+VALUES = {"data", "grad", "T", "mT", "H", "mH", "real", "imag"}
+WRITES = {"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_",
+          "addcdiv_", "clamp_", "clamp_min_", "clamp_max_", "masked_fill_"}
+REDUCTIONS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "max", "min", "dot"}
+# Optimizers that look at whole parameters; parts of their names.
+NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"
+
+
+class Absent(torch.nn.Parameter):
+    """What a parameter of the module is outside of forward and backward, as its value is not there,
+    or not current. torch's UninitializedParameter does it so.
+
+    It stands for its shard: `.grad` is that of the shard, and a value that is written into it goes
+    into the shard. Anything else reads it. That gathers its unit inside of a forward or a backward,
+    and raises RuntimeError elsewhere.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name, kwargs, p = function.__name__, kwargs or {}, args[0] if args else None
+        attribute = function.__self__.__name__ if type(function).__name__ == "method-wrapper" else ""
+        if attribute == "grad" and in_backward():  # that of a backward
+            attribute = "grad of p"
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in QUESTIONS or attribute and attribute not in VALUES:
+                return function(*args, **kwargs)
+            if attribute == "grad":
+                return function(p.guard.bucket.shards[p], *args[1:])
+            if name == "detach" or (attribute, name) == ("data", "__get__"):
+                return p  # as a value that is written there goes into p
+            tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)]
+            for t in tensors * 2:  # in stage 3 reading one may free another
+                if isinstance(t, cls):
+                    t.guard.bucket.unit.read()
+            absent = [t for t in tensors if isinstance(t, cls)]
+            if not absent:
+                return function(*args, **kwargs)
+            if len(absent) == 1 and absent[0] is p and (name in WRITES or attribute == "data"):
+                return p.guard.write(p, function if name in WRITES else torch.Tensor.copy_, *args[1:],
+                                     **kwargs)
+            absent[0].guard.refuse(absent[0], attribute or f"{name}()")
+
+    def __reduce_ex__(self, protocol):
+        self.guard.refuse(self, "a copy")
+
+
+class Part(torch.Tensor):
+    """`.grad` of a shard, from a backward to the step: a norm or a sum of it raises."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function.__name__ in REDUCTIONS:
+            raise RuntimeError(f"{function.__name__}() of the gradient of a shard would be that of "
+                               f"one rank's part: use clip_grad_norm_() of the wrapper")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        if type(result) is torch.Tensor and not any(result is t for t in args):
+            result.__class__ = cls
+        return result
+
+
+class Guard:
+    """What a script may do to the parameters, the shards and the gradients of a bucket.
+
+        is_open  whether the parameters may be read
+        kinds    {parameter: its class}
+        seen     {parameter: where it was when it was shown, and its version}
+        homes    {parameter: where its shard belongs}
+        trained  {parameter: whether it and its shard require a gradient}
+        before   {parameter: what the shard's `.grad` was before the backward under way}
+        held     {parameter with a gradient in the buckets: the version of the shard's `.grad`}
+        zeros    {such a parameter: the shard's `.grad`, where it had none}
+    """
+
+    def __init__(self, bucket, names):
+        self.bucket, self.names, self.is_open = bucket, names, True
+        self.kinds = {p: type(p) for p in bucket.places}
+        self.homes = {p: shard.data_ptr() for p, shard in bucket.shards.items()}
+        self.trained = {p: p.requires_grad for p in bucket.places}
+        self.seen, self.before, self.held, self.zeros = {}, {}, {}, {}
+        for p in bucket.places:
+            p.guard = self
+
+    def refuse(self, p, what):
+        raise RuntimeError(f"{what} of {self.names[p]}: its value is there only in a forward and in "
+                           f"the backward after it; use parameters(), full_parameters() or "
+                           f"full_state_dict() of the wrapper")
+
+    def write(self, p, function, *values, **options):
+        """Call an in-place function of p on its shard."""
+        parts = [self.bucket.part_of(p, value.expand(p.shape)) if torch.is_tensor(value) else value
+                 for value in values]
+        with torch.no_grad():
+            function(self.bucket.shards[p], *parts, **options)
+        return p
+
+    def open(self):
+        """Let the parameters be read."""
+        for p, kind in self.kinds.items():
+            p.__class__ = kind
+        self.is_open = True
+
+    def close(self):
+        """Let them not be read. What the module has written to them is written to the shards."""
+        for p, seen in self.seen.items():
+            if (p.data_ptr(), p._version) != seen:
+                self.write(p, torch.Tensor.copy_, p.data)
+        for p in self.kinds if self.is_open else ():
+            p.__class__ = Absent
+        self.seen, self.is_open = {}, False
+
+    def settle(self):
+        """Where a forward begins: take the values of shards whose `.data` was replaced; let
+        parameters require a gradient as their shards do; give gradients back that a backward which
+        raised had taken."""
+        for p, shard in self.bucket.shards.items():
+            if shard.data_ptr() != self.homes[p]:
+                value, shard.data = shard.data, self.bucket.shard_view(p, self.bucket.master)
+                self.write(p, lambda shard: shard.copy_(value))
+            if shard.requires_grad != self.trained[p]:
+                p.requires_grad = shard.requires_grad
+            self.trained[p] = shard.requires_grad = p.requires_grad
+            if shard._backward_hooks or shard._post_accumulate_grad_hooks:
+                raise RuntimeError(f"{self.names[p]}: hooks of a shard are not called: put them on "
+                                   f"the parameter of the module")
+        self.give_gradients()
+
+    def hold(self):
+        """After a backward: while the bucket has gradients that are not reduced, let `.grad` of
+        their shards not be None. So zero_grad() of an optimizer can be seen."""
+        for p in self.bucket.filled:
+            shard = self.bucket.shards[p]
+            if shard.grad is None:
+                shard.grad = self.zeros[p] = torch.zeros_like(shard)
+            self.held[p] = shard.grad._version
+
+    def holds(self):
+        """Whether the bucket holds gradients. Drops those after which zero_grad() was called."""
+        for p, version in self.held.items():
+            gradient = self.bucket.shards[p].grad
+            if gradient is None or gradient._version != version and not gradient.any():
+                self.bucket.filled.discard(p)
+            elif gradient is self.zeros.get(p) and gradient._version == version:
+                self.bucket.shards[p].grad = None
+        self.held, self.zeros = {}, {}
+        return bool(self.bucket.filled)
+
+    def take_gradients(self):
+        """Where a backward begins: set `.grad` of the shards aside. What is there when it ends, a
+        loss over shards has brought."""
+        self.holds()
+        for p, shard in self.bucket.shards.items():
+            if shard.grad is not None:
+                self.before[p], shard.grad = shard.grad, None
+                self.before[p].__class__ = torch.Tensor
+
+    def give_gradients(self):
+        """Where it ends: put back what has not become part of a mean."""
+        targets = self.bucket.targets
+        for p, before in self.before.items():
+            shard = self.bucket.shards[p]
+            if shard.grad is None:
+                shard.grad = before
+            elif p not in targets or shard.grad is not targets[p][1]:
+                shard.grad = before.add_(shard.grad)
+        self.before = {}
+
+    def mark_gradients(self, kind):
+        """Let `.grad` of the shards be of class kind: Part, or Tensor for an optimizer's speed."""
+        for shard in self.bucket.shards.values():
+            if shard.grad is not None:
+                shard.grad.__class__ = kind
 
 
 # -------------------------------------------------------------------------------------------------
@@ -260,6 +474,7 @@ class Zero1(Reducer):
         self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
         self._entered = []  # the units of the forwards under way, the innermost last
+        self._awaits_backward = False  # since a forward
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype)
         self._take_in_values(init_fn)
@@ -269,6 +484,7 @@ class Zero1(Reducer):
         trained = [self._bucket_of[p] for p in module.parameters() if p.requires_grad]
         self._track(list(dict.fromkeys(trained))[::-1])
         self._add_hooks()
+        self._hide_all()
 
     # ---- construction
 
@@ -277,8 +493,9 @@ class Zero1(Reducer):
         names, modules = {m: name for name, m in self.module.named_modules()}, set(modules)
         if not modules <= names.keys() - {self.module}:
             raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module")
-        self._root = Unit("the root", self.module)
-        self._units = [self._root, *(Unit(names[m], m) for m in names if m in modules)]
+        read = weakly(self._read)
+        self._root = Unit("the root", self.module, read)
+        self._units = [self._root, *(Unit(names[m], m, read) for m in names if m in modules)]
         unit_of, owner = {}, {}  # of modules, of parameters; the root, where there are two
         for unit in self._units[1:]:
             for m in unit.module.modules():
@@ -316,9 +533,11 @@ class Zero1(Reducer):
                 self._keep_parameters(bucket, values)
                 bucket.make_shards()
         swap(stand_ins)
+        names = {p: name for name, p in self.module.named_parameters()}
         for unit in self._units:
             for bucket in unit.buckets:
-                bucket.show()
+                bucket.guard = Guard(bucket, names)
+                bucket.drop_whole() if bucket.whole is None else bucket.show()
         broadcast(list(self.module.buffers()), self.process_group)
 
     def _keep_parameters(self, bucket, values):
@@ -337,7 +556,6 @@ class Zero1(Reducer):
     def _add_hooks(self):
         """On the modules themselves, so that `model.module(x)` works, and on all that have
         parameters: a unit may be a mere container, and a script may call a part of the model."""
-        register_optimizer_step_pre_hook(weakly(self._check_optimizer))
         for unit in self._units:
             enter = functools.partial(weakly(self._enter), unit)
             for m in unit.submodules:
@@ -348,10 +566,43 @@ class Zero1(Reducer):
                     m.register_forward_hook(outside(weakly(self._leave)), always_call=True)
 
     def _check_optimizer(self, optimizer, *_):
-        """Hook of all optimizers: one that was given the module's parameters would do nothing."""
-        if any(p in self._bucket_of for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(f"{self._get_name()}: the optimizer has the module's parameters: "
-                               f"build it after wrapping, from the wrapper's parameters()")
+        """As in DDP. A step changes the shards, so parameters are not to be read any more."""
+        super()._check_optimizer(optimizer)
+        given = {p for group in optimizer.param_groups for p in group["params"]}
+        buckets = [bucket for unit in self._units for bucket in unit.buckets
+                   if not given.isdisjoint(bucket.shards.values())]
+        kind, fact = type(optimizer).__name__, None
+        if not given.isdisjoint(self._bucket_of):
+            fact = "it has the module's parameters: build it after wrapping, from parameters()"
+        elif buckets and any(name in kind.lower() for name in NOT_ELEMENTWISE):
+            fact = "it looks at whole parameters, and would see parts: use DDP"
+        elif any(bucket.guard.holds() for bucket in buckets):
+            fact = "no_sync() holds gradients back: run the last backward outside of it"
+        elif buckets and self._awaits_backward and all(p.grad is None for p in given):
+            fact = "no backward has reached the module: backward(inputs=...) is not supported"
+        if fact:
+            raise RuntimeError(f"{self._get_name()} and {kind}: {fact}")
+        for bucket in buckets:
+            bucket.guard.mark_gradients(torch.Tensor)
+            bucket.guard.close()
+
+    def _settle(self):
+        """Take over what a script has done to the shards."""
+        for unit in self._units:
+            for bucket in unit.buckets:
+                bucket.guard.settle()
+
+    def _hide_all(self):
+        for unit in self._units:
+            unit.hide()
+
+    def _read(self, unit):
+        """Called where unit's parameters are read while they are hidden: make them whole, if a
+        forward or a backward is under way."""
+        if in_backward():
+            self._notice_backward()
+        if in_backward() or self._entered:
+            self._make_whole(unit)
 
     # ---- forward: gather what the optimizer has changed
 
@@ -367,7 +618,9 @@ class Zero1(Reducer):
         if in_backward():
             self._notice_backward()
         elif len(self._entered) == 1:
-            self._drop_failed_backward()
+            self._settle()
+            self._prepare_forward()
+            self._awaits_backward = torch.is_grad_enabled()
             self._begin_forward(module)
         self._use(unit)
         if self.param_dtype is not None and module is unit.module:
@@ -399,6 +652,7 @@ class Zero1(Reducer):
         if unit.is_current:
             return
         unit.is_current = True
+        unit.hide()
         unit.refuse_old_graphs()
         with record_function(f"start: gather {unit.name}"):
             for bucket in unit.buckets:
@@ -408,33 +662,61 @@ class Zero1(Reducer):
                 unit.waits.append(all_gather(bucket.whole, self.shard_group, self._tag))
 
     def _finish_gather(self, unit):
-        """Wait for the gather of unit, if one is under way."""
+        """Wait for the gather of unit, if one is under way. Then its parameters may be read."""
         waits, unit.waits = unit.waits, []
         if waits:
             self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
+        if unit.is_current:
+            unit.show()
+
+    def _make_whole(self, unit):
+        """Gather unit, unless it is current, and wait."""
+        self._gather(unit)
+        self._finish_gather(unit)
 
     def _use(self, unit):
-        """Wait for the root and for unit, gathering what is not current."""
-        for needed in (self._root, unit):
-            self._gather(needed)
-            self._finish_gather(needed)
+        """Make the root and unit whole."""
+        self._make_whole(self._root)
+        self._make_whole(unit)
 
     def _end_forward(self):
         """Wait also for units that were skipped."""
         for unit in self._units:
             self._finish_gather(unit)  # a shard must not change while it is being sent
+        if not torch.is_grad_enabled():
+            self._hide_all()
 
     # ---- backward: reduce gradients to the owners of the shards
 
     def _begin_backward(self):
         """Means of the last backward may lie in the buffers that this one fills: clone them."""
         super()._begin_backward()
+        self._awaits_backward = False
+        backward = functools.partial(int)  # the engine lets go of it when the backward has raised
+        self._on_failure = weakref.finalize(backward, self._give_gradients)
+        torch.autograd.Variable._execution_engine.queue_callback(backward)
         for unit in self._units:
             unit.refuse_old_graphs()
         for bucket in self._buckets:
             for shard, mean in bucket.targets.values():
                 if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
                     shard.grad = mean.clone()
+            bucket.guard.take_gradients()
+
+    def _end_backward(self):
+        """Give the shards their means. Outside of a forward nobody reads parameters now."""
+        super()._end_backward()
+        self._on_failure.detach()
+        self._give_gradients()
+        if not self._entered:
+            self._hide_all()
+
+    def _give_gradients(self):
+        """Let `.grad` of the shards be what it is between backwards."""
+        for bucket in self._buckets:
+            bucket.guard.give_gradients()
+            bucket.guard.hold()
+            bucket.guard.mark_gradients(Part)
 
     def _reduce(self, bucket):
         """Start to send each rank its chunk of bucket -> a function that waits and adds."""
@@ -466,26 +748,20 @@ class Zero1(Reducer):
         is_apart = self._offloads or bucket.reduce_dtype != bucket.dtype
         bucket.mean = self._new_chunk(bucket) if is_apart else bucket.own_chunk(bucket.gradients)
 
-    def _drop_failed_backward(self):
-        """If the last backward raised, drop what it has left, and all that was accumulated before.
-        """
-        if self._averages:
-            self._finish()
-            self._averages = False
-            self._to_launch.clear()
-            self.zero_grad()
-
     def zero_grad(self, set_to_none=True):
         """Also drops what no_sync() has held back, which an optimizer's zero_grad() cannot see."""
         super().zero_grad(set_to_none)
         for bucket in self._buckets:
             bucket.filled.clear()
+            bucket.guard.before.clear()
 
     # ---- parameters and state, the same in every stage
 
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
         """(original name, this rank's shard) of every parameter of the module, in its order."""
         for name, p in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            if p not in self._bucket_of:
+                raise RuntimeError(f"{self._get_name()}: {name} was added after wrapping: wrap last")
             yield name, self._bucket_of[p].shards[p]
 
     def shard_starts(self):
@@ -498,6 +774,7 @@ class Zero1(Reducer):
         """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding a
         bucket or two. A collective: every rank has to go through all of it."""
         gathered = None
+        self._settle()
         for name, p in self.module.named_parameters():
             bucket = self._bucket_of[p]
             if bucket is not gathered:
@@ -545,10 +822,7 @@ class Zero1(Reducer):
             value = state_dict[name]
             if t in self._bucket_of:
                 bucket = self._bucket_of[t]
-                shape, strides, _ = bucket.places[t]
-                packed = torch.empty_strided(shape, strides, dtype=bucket.dtype).copy_(value)
-                value = packed.as_strided((packed.numel(),), (1,))[slice(*bucket.part(t))]
-                t = bucket.shards[t].view(-1)
+                t, value = bucket.shards[t], bucket.part_of(t, value)
             t.copy_(value)
 
     def _check_fit(self, ours, state_dict):
@@ -557,6 +831,9 @@ class Zero1(Reducer):
         if shapes != others:
             raise RuntimeError(f"{self._get_name()}: nothing was loaded; missing, left over or of "
                                f"another shape: {sorted(shapes ^ others)}")
+
+    def __getstate__(self):
+        raise RuntimeError(f"{self._get_name()} cannot be copied or pickled: use full_state_dict()")
 
     def _apply(self, *_, **__):
         raise RuntimeError(f"{self._get_name()}: cast or move the module before wrapping it")
@@ -646,7 +923,6 @@ class Zero3(Zero2):
                   for bucket in unit.buckets]  # all or, where memory is out, none
         for bucket, whole in zip(unit.buckets, wholes):
             bucket.whole = whole
-            bucket.show()
             self._bucket_at[whole.untyped_storage()._cdata] = bucket
         self._gather(unit)
 
@@ -656,10 +932,10 @@ class Zero3(Zero2):
             return
         self._finish_gather(unit)  # on a rank that skips unit nothing else waits for it
         unit.is_current = False
+        unit.hide()
         for bucket in unit.buckets:
             del self._bucket_at[bucket.whole.untyped_storage()._cdata]
-            bucket.whole = None
-            bucket.show()
+            bucket.drop_whole()
 
     def _free_all(self):
         for unit in self._units:
@@ -679,8 +955,7 @@ class Zero3(Zero2):
         is a note."""
         self._notes.append(self._take_notes())
         self._notes[-1].__enter__()
-        self._make_whole(self._root)
-        self._make_whole(unit)
+        super()._use(unit)
 
     def _leave(self, module, inputs, output):
         """As stage 1. The unit around may have been freed meanwhile: gather it again."""
@@ -736,7 +1011,8 @@ class Zero3(Zero2):
         unit; or, if it is of no whole unit, None, the tensor, its version."""
         place = t.untyped_storage()._cdata if t.layout is torch.strided else None
         bucket = self._bucket_at.get(place)
-        if bucket is not None:
+        # Shape and strides do not tell whether t is seen as complex, or conjugated.
+        if bucket and t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
             return bucket, (t.shape, t.stride(), t.storage_offset()), bucket.unit.version
         # Detached, since t may be the output of the node that saves it, which would be a cycle.
         return None, outer[0](t) if outer else t.detach(), t._version
