@@ -36,9 +36,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import get_gradient_edge
-from torch.distributed.utils import _to_kwargs
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
 
@@ -81,17 +78,12 @@ def add_in_rank_order(contributions, out):
     c0 is overwritten. out may be any of them, since it is written last.
     """
     total, *rest = contributions
-    if not rest:
-        if out.data_ptr() != total.data_ptr():
-            out.copy_(total)
-        return
-    total = total.float() if total.dtype.itemsize == 2 else total
-    for contribution in rest[:-1]:  # not torch.sum over a stack, which regroups from W = 5 on
+    if rest and total.dtype.itemsize == 2:
+        total = total.float()
+    for contribution in rest:  # not torch.sum over a stack, which regroups from W = 5 on
         total += contribution
-    if out.device == total.device:
-        torch.add(total, rest[-1], out=out)
-    else:  # ZeRO with offload
-        out.copy_(total.add_(rest[-1]))
+    if out.data_ptr() != total.data_ptr():
+        out.copy_(total)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -281,8 +273,8 @@ class Reducer(torch.nn.Module):
         self.require_backward_grad_sync = True  # what no_sync() changes
         self.exposed_s = 0.0  # seconds that the training thread has waited for communication
         self._scale = 1 / self.world_size  # of gradients, before they are added up
-        # The engine's number of the last backward; whether it averages, and has not yet ended.
-        self._task, self._averages = -1, False
+        # The engine's number of the last backward; whether it averages, None once it has ended.
+        self._task, self._averages = -1, None
         self._sync_buffers = True  # before the next forward
         # Buckets of the backward under way; (what is reduced, what waits for it).
         self._to_launch, self._launched = collections.deque(), collections.deque()
@@ -316,15 +308,7 @@ class Reducer(torch.nn.Module):
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
         self._traits = {p: (*traits(p)[:-1], 1) for p in self._names}  # one hook
         # What autograd runs to add to p.grad. Kept, or it would make another for each backward.
-        self._nodes = {p: get_gradient_edge(p).node for p in self._names}
-        register_optimizer_step_pre_hook(weakly(self._check_optimizer))
-
-    def _check_optimizer(self, optimizer, *_):
-        """Hook of all optimizers: raise if one would step with gradients that are no means."""
-        given = {p for group in optimizer.param_groups for p in group["params"]}
-        if self._averages and not given.isdisjoint(self.parameters()):
-            raise RuntimeError(f"{self._get_name()}: an optimizer steps inside a backward, or after "
-                               f"one that raised: call zero_grad()")
+        self._nodes = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self._names}
 
     @torch.compiler.disable  # torch.compile of all would trace what is to be asked each time
     def _prepare_forward(self):
@@ -335,8 +319,9 @@ class Reducer(torch.nn.Module):
                 raise RuntimeError(
                     f"{self._get_name()}: {name} was added, unfrozen, cast, moved, resized, given a "
                     f"post-accumulate hook or wrapped again, after it was wrapped: wrap last")
-        if self._averages and all(p.grad is None for p in self.parameters()):
-            self.zero_grad()  # so did the script, after a backward that raised
+        if self._averages is not None:
+            raise RuntimeError(f"{self._get_name()}: the last backward raised, which leaves parts of "
+                               f"gradients: call zero_grad() of the wrapper")
         if self._sync_buffers:
             broadcast(self._buffers_of_rank_0(), self.process_group)
         # As in torch: not after a forward that evaluates, or that accumulates.
@@ -352,7 +337,7 @@ class Reducer(torch.nn.Module):
         super().zero_grad(set_to_none)
         self._finish()
         self._to_launch.clear()
-        self._averages = False
+        self._averages = None
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -388,7 +373,7 @@ class Reducer(torch.nn.Module):
         then `_will_engine_execute_node` raises."""
         task = torch._C._current_graph_task_id()  # the engine's number of this backward
         if task != self._task:
-            if self._averages:
+            if self._averages is not None:
                 raise RuntimeError("a backward inside another, as by checkpointing with "
                                    "use_reentrant=True, is not supported; after one that raised, "
                                    "call zero_grad()")
@@ -447,11 +432,11 @@ class Reducer(torch.nn.Module):
         """The engine's callback after a backward: reduce the buckets that are left, wait for all,
         and give each parameter that some rank has used its mean. Costs an all-reduce of a number
         per parameter. Raises RuntimeError naming unused parameters, unless they are expected."""
-        if not self._averages:
+        averages, self._averages = self._averages, None
+        if not averages:
             return
         self._launch(at_end=True)
         self._finish()
-        self._averages = False
         parameters, names = zip(*self._names.items())
         n_ranks = self._wait_for("agree on use", lambda: count_ranks(
             [p in self._used for p in parameters], parameters[0], self.process_group))
@@ -540,7 +525,8 @@ class DDP(Reducer):
         if not in_backward():
             self._prepare_forward()
         if self.device_ids:
-            inputs, kwargs = (moved[0] for moved in _to_kwargs(inputs, kwargs, self.device, False))
+            moved = dist.utils._to_kwargs(inputs, kwargs, self.device, False)
+            (inputs,), (kwargs,) = moved
         return self.module(*inputs, **kwargs)
 
     def _reduce(self, bucket):

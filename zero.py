@@ -40,10 +40,10 @@ import collections
 import contextlib
 import functools
 import math
-import weakref
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -80,7 +80,9 @@ class ShardedBucket(Bucket):
         master     (S,) in the parameters' own dtype; the optimizer's shards are views of it
         gradients  (W S,) in reduce_dtype: this rank's gradients, or None
         mean       (S,) as master: the mean over ranks; the shards' `.grad` are views of it
-        filled     parameters whose gradient is in gradients, and is not yet reduced
+        filled     {parameter whose gradient is in gradients, and is not yet reduced: the version
+                   of its shard's `.grad` when the backward that brought it ended}
+        guard      what keeps scripts from harm, see below
 
     Where whole is kept, master can be its own chunk; likewise mean of gradients.
     """
@@ -95,7 +97,7 @@ class ShardedBucket(Bucket):
         self.size = max(1, -(-self.n // W))  # S
         self.n = W * self.size
         self.whole = self.master = self.mean = None
-        self.shards, self.filled = {}, set()  # shards: {parameter: the optimizer's}
+        self.shards, self.filled = {}, {}  # shards: {parameter: the optimizer's}
         self.guard = None
 
     def own_chunk(self, buffer):
@@ -134,22 +136,13 @@ class ShardedBucket(Bucket):
         return flat.view(-1, *[1] * (len(shape) - 1))
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
-    def show(self):
-        """Point the parameters at whole, which has been gathered."""
-        self.guard.open()
-        for p, (*_, start) in self.places.items():
-            if p.data_ptr() != self.whole.data_ptr() + start * self.whole.itemsize:
-                p.data = self.view(p, self.whole)
-        self.guard.seen = {p: (p.data_ptr(), p._version) for p in self.places}
-
-    @torch.inference_mode(False)
-    def drop_whole(self):
-        """Free whole. The parameters become a nan, expanded to their shape: it takes no memory."""
-        self.whole = None
+    def point(self):
+        """Point the parameters at whole or, where there is none, at a nan that is expanded to their
+        shape and takes no memory."""
         nothing = torch.full((), math.nan, device=self.device).to(self.param_dtype)
-        with torch._C.DisableTorchFunctionSubclass():  # this is no write to an Absent
+        with torch._C.DisableTorchFunctionSubclass():  # it is no write to an Absent
             for p, (shape, *_) in self.places.items():
-                p.data = nothing.expand(shape)
+                p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
 
     def put(self, p, scale):
         """Move p.grad into gradients, added to what they hold of p; then all of it times scale.
@@ -164,13 +157,16 @@ class ShardedBucket(Bucket):
         else:
             torch.mul(p.grad.to(view.dtype), scale, out=view)  # a product in 16 bits would round
         if p.grad is not None:
-            self.filled.add(p)
+            self.filled[p] = 0
             p.grad = None
         return p in self.filled
 
     def mean_so_far(self):
-        """[what the shards' `.grad` held before this backward, (S,)], or [] if nothing."""
-        found = self.guard.before
+        """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing. From now
+        on they are None, unless a loss over shards brings them another."""
+        found = {p: shard.grad for p, shard in self.shards.items() if shard.grad is not None}
+        for p in found:
+            self.shards[p].grad = None
         if not found:
             return []
         if all(found.get(p) is mean for p, (_, mean) in self.targets.items()):
@@ -190,11 +186,10 @@ class Unit:
                                  will have them when the gather under way ends
         waits                    functions that wait for that gather
         version                  `current_version()` when it was last looked at
-        read                     function that gathers it, if a forward or backward is under way
     """
 
-    def __init__(self, name, module, read):
-        self.name, self.module, self.read = name, module, functools.partial(read, self)
+    def __init__(self, name, module):
+        self.name, self.module = name, module
         self.submodules, self.parameters, self.buckets, self.waits = [], [], [], []
         self.is_current, self.version = False, None
 
@@ -210,80 +205,77 @@ class Unit:
             self.hide()
             torch.autograd.graph.increment_version(self.parameters)
 
-
-    def show(self):
-        """Let its parameters be read, since they are whole."""
-        for bucket in self.buckets:
-            if not bucket.guard.is_open:
-                bucket.show()
-
     def hide(self):
-        """Let them not be read any more."""
+        """Let nobody read its parameters."""
         for bucket in self.buckets:
-            bucket.guard.close()
+            bucket.guard.hide()
 
 
 # -------------------------------------------------------------------------------------------------
 # right, or refused
 #
-# What a script does around a stage is right, or raises: nobody reads a parameter whose value is not
-# there, and what turns up where it does not belong is taken to where it does. Who studies the
-# stages may skip this section.
+# Whatever a script does around a stage is right or raises. Who studies the stages may skip this
+# section. Its rules:
+#
+#   - Outside of a forward and of the backward after it a parameter of the module is Absent: it
+#     stands for its shard, and nobody reads an old value.
+#   - What turns up where it does not belong is taken to where it does: a value that replaces
+#     `.data` of a shard, or that a forward writes to a parameter; a gradient that autograd adds to
+#     a shard; a freeze of the one or the other.
+#   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a sum.
 
 
-# What may be asked of a parameter whose value is not there, apart from attributes.
+# Attributes of a parameter that are its value; other methods that do not read it; those that write
+# to it element by element.
+VALUES = {"data", "grad", "T", "mT", "H", "mH", "real", "imag"}
 QUESTIONS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous",
              "is_floating_point", "is_complex", "data_ptr", "untyped_storage", "get_device",
              "__len__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-# Attributes that are not such questions; what may be written, since it goes element by element.
-VALUES = {"data", "grad", "T", "mT", "H", "mH", "real", "imag"}
 WRITES = {"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_",
           "addcdiv_", "clamp_", "clamp_min_", "clamp_max_", "masked_fill_"}
+NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"  # optimizers
 REDUCTIONS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "max", "min", "dot"}
-# Optimizers that look at whole parameters; parts of their names.
-NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"
 
 
 class Absent(torch.nn.Parameter):
-    """What a parameter of the module is outside of forward and backward, as its value is not there,
-    or not current. torch's UninitializedParameter does it so.
+    """What a parameter of the module is while its value is not there, or may be old.
 
-    It stands for its shard: `.grad` is that of the shard, and a value that is written into it goes
-    into the shard. Anything else reads it. That gathers its unit inside of a forward or a backward,
-    and raises RuntimeError elsewhere.
+    `.grad` is that of its shard, and what is written into it is written into the shard. Anything
+    else reads it: inside of a forward or a backward that gathers its unit, elsewhere it raises
+    RuntimeError. torch's UninitializedParameter works like this.
     """
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name, kwargs, p = function.__name__, kwargs or {}, args[0] if args else None
-        attribute = function.__self__.__name__ if type(function).__name__ == "method-wrapper" else ""
-        if attribute == "grad" and in_backward():  # that of a backward
-            attribute = "grad of p"
+        attribute = function.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else ""
+        tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)]
         with torch._C.DisableTorchFunctionSubclass():
             if name in QUESTIONS or attribute and attribute not in VALUES:
                 return function(*args, **kwargs)
-            if attribute == "grad":
-                return function(p.guard.bucket.shards[p], *args[1:])
+            if attribute == "grad":  # in a backward it has one of its own
+                return function(p if in_backward() else p.guard.bucket.shards[p], *args[1:])
             if name == "detach" or (attribute, name) == ("data", "__get__"):
-                return p  # as a value that is written there goes into p
-            tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)]
-            for t in tensors * 2:  # in stage 3 reading one may free another
+                return p  # what is written there is written into p
+            for t in tensors * 2:  # in stage 3 to gather one may free another
                 if isinstance(t, cls):
-                    t.guard.bucket.unit.read()
+                    t.guard.gather(t.guard.bucket.unit)
             absent = [t for t in tensors if isinstance(t, cls)]
             if not absent:
                 return function(*args, **kwargs)
-            if len(absent) == 1 and absent[0] is p and (name in WRITES or attribute == "data"):
-                return p.guard.write(p, function if name in WRITES else torch.Tensor.copy_, *args[1:],
-                                     **kwargs)
-            absent[0].guard.refuse(absent[0], attribute or f"{name}()")
+            if absent[0] is p and len(absent) == 1 and (name in WRITES or attribute == "data"):
+                return p.guard.write(p, function if name in WRITES else torch.Tensor.copy_, args[1:])
+        raise RuntimeError(
+            f"{name} {attribute} of {absent[0].guard.names[absent[0]]}: a parameter has its value only in a forward, and in "
+            f"the backward after it; use parameters(), full_parameters() or full_state_dict() of "
+            f"the wrapper")
 
     def __reduce_ex__(self, protocol):
-        self.guard.refuse(self, "a copy")
+        return self.clone()  # raises
 
 
 class Part(torch.Tensor):
-    """`.grad` of a shard, from a backward to the step: a norm or a sum of it raises."""
+    """`.grad` of a shard from a backward to the step, and what is computed from it."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -298,116 +290,78 @@ class Part(torch.Tensor):
 
 
 class Guard:
-    """What a script may do to the parameters, the shards and the gradients of a bucket.
+    """Takes care of the parameters and shards of a bucket.
 
-        is_open  whether the parameters may be read
-        kinds    {parameter: its class}
-        seen     {parameter: where it was when it was shown, and its version}
-        homes    {parameter: where its shard belongs}
+        gather   function that gathers a unit, if a forward or a backward is under way
+        kinds    {parameter: its class, where it is not Absent}
+        seen     {parameter that may be read: its address and its version}, or empty
+        homes    {parameter: the address of its shard}
         trained  {parameter: whether it and its shard require a gradient}
-        before   {parameter: what the shard's `.grad` was before the backward under way}
-        held     {parameter with a gradient in the buckets: the version of the shard's `.grad`}
-        zeros    {such a parameter: the shard's `.grad`, where it had none}
     """
 
-    def __init__(self, bucket, names):
-        self.bucket, self.names, self.is_open = bucket, names, True
+    def __init__(self, bucket, names, gather):
+        self.bucket, self.names, self.gather, self.seen = bucket, names, gather, {}
         self.kinds = {p: type(p) for p in bucket.places}
         self.homes = {p: shard.data_ptr() for p, shard in bucket.shards.items()}
         self.trained = {p: p.requires_grad for p in bucket.places}
-        self.seen, self.before, self.held, self.zeros = {}, {}, {}, {}
         for p in bucket.places:
-            p.guard = self
+            p.guard, p.__class__ = self, Absent
 
-    def refuse(self, p, what):
-        raise RuntimeError(f"{what} of {self.names[p]}: its value is there only in a forward and in "
-                           f"the backward after it; use parameters(), full_parameters() or "
-                           f"full_state_dict() of the wrapper")
-
-    def write(self, p, function, *values, **options):
-        """Call an in-place function of p on its shard."""
+    def write(self, p, function, values):
+        """Call an in-place function of p on its shard, with this rank's parts of values."""
         parts = [self.bucket.part_of(p, value.expand(p.shape)) if torch.is_tensor(value) else value
                  for value in values]
         with torch.no_grad():
-            function(self.bucket.shards[p], *parts, **options)
+            function(self.bucket.shards[p], *parts)
         return p
 
-    def open(self):
-        """Let the parameters be read."""
-        for p, kind in self.kinds.items():
-            p.__class__ = kind
-        self.is_open = True
+    def show(self):
+        """Let the parameters be read, which are whole."""
+        if not self.seen:
+            for p, kind in self.kinds.items():
+                p.__class__ = kind
+                self.seen[p] = p.data_ptr(), p._version
 
-    def close(self):
-        """Let them not be read. What the module has written to them is written to the shards."""
+    def hide(self):
+        """Let them not be read. What a forward has written to one is written to its shard."""
         for p, seen in self.seen.items():
             if (p.data_ptr(), p._version) != seen:
-                self.write(p, torch.Tensor.copy_, p.data)
-        for p in self.kinds if self.is_open else ():
+                self.write(p, torch.Tensor.copy_, [p.data])
+                self.bucket.point()
             p.__class__ = Absent
-        self.seen, self.is_open = {}, False
+        self.seen = {}
 
     def settle(self):
-        """Where a forward begins: take the values of shards whose `.data` was replaced; let
-        parameters require a gradient as their shards do; give gradients back that a backward which
-        raised had taken."""
+        """Where a forward begins: take in what was done to shards."""
         for p, shard in self.bucket.shards.items():
             if shard.data_ptr() != self.homes[p]:
                 value, shard.data = shard.data, self.bucket.shard_view(p, self.bucket.master)
-                self.write(p, lambda shard: shard.copy_(value))
+                self.write(p, lambda shard: shard.copy_(value), [])
             if shard.requires_grad != self.trained[p]:
                 p.requires_grad = shard.requires_grad
             self.trained[p] = shard.requires_grad = p.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
                 raise RuntimeError(f"{self.names[p]}: hooks of a shard are not called: put them on "
                                    f"the parameter of the module")
-        self.give_gradients()
 
-    def hold(self):
-        """After a backward: while the bucket has gradients that are not reduced, let `.grad` of
-        their shards not be None. So zero_grad() of an optimizer can be seen."""
-        for p in self.bucket.filled:
-            shard = self.bucket.shards[p]
-            if shard.grad is None:
-                shard.grad = self.zeros[p] = torch.zeros_like(shard)
-            self.held[p] = shard.grad._version
+    def note_gradients(self):
+        """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
+        its gradient back, so that zero_grad() of an optimizer leaves a trace."""
+        filled = self.bucket.filled
+        for p, shard in self.bucket.shards.items():
+            if p in filled and shard.grad is None:
+                shard.grad = torch.zeros_like(shard)
+            if shard.grad is not None:
+                shard.grad.__class__ = Part
+            if p in filled:
+                filled[p] = shard.grad._version
 
-    def holds(self):
-        """Whether the bucket holds gradients. Drops those after which zero_grad() was called."""
-        for p, version in self.held.items():
+    def drop_zeroed(self):
+        """Drop the gradients of the bucket after which zero_grad() was called."""
+        for p, version in [*self.bucket.filled.items()]:
             gradient = self.bucket.shards[p].grad
             if gradient is None or gradient._version != version and not gradient.any():
-                self.bucket.filled.discard(p)
-            elif gradient is self.zeros.get(p) and gradient._version == version:
-                self.bucket.shards[p].grad = None
-        self.held, self.zeros = {}, {}
-        return bool(self.bucket.filled)
-
-    def take_gradients(self):
-        """Where a backward begins: set `.grad` of the shards aside. What is there when it ends, a
-        loss over shards has brought."""
-        self.holds()
-        for p, shard in self.bucket.shards.items():
-            if shard.grad is not None:
-                self.before[p], shard.grad = shard.grad, None
-                self.before[p].__class__ = torch.Tensor
-
-    def give_gradients(self):
-        """Where it ends: put back what has not become part of a mean."""
-        targets = self.bucket.targets
-        for p, before in self.before.items():
-            shard = self.bucket.shards[p]
-            if shard.grad is None:
-                shard.grad = before
-            elif p not in targets or shard.grad is not targets[p][1]:
-                shard.grad = before.add_(shard.grad)
-        self.before = {}
-
-    def mark_gradients(self, kind):
-        """Let `.grad` of the shards be of class kind: Part, or Tensor for an optimizer's speed."""
-        for shard in self.bucket.shards.values():
-            if shard.grad is not None:
-                shard.grad.__class__ = kind
+                del self.bucket.filled[p]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -484,7 +438,9 @@ class Zero1(Reducer):
         trained = [self._bucket_of[p] for p in module.parameters() if p.requires_grad]
         self._track(list(dict.fromkeys(trained))[::-1])
         self._add_hooks()
-        self._hide_all()
+        names = {p: name for name, p in module.named_parameters()}
+        for bucket in buckets:
+            bucket.guard = Guard(bucket, names, weakly(self._gather_to_read))
 
     # ---- construction
 
@@ -493,9 +449,8 @@ class Zero1(Reducer):
         names, modules = {m: name for name, m in self.module.named_modules()}, set(modules)
         if not modules <= names.keys() - {self.module}:
             raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module")
-        read = weakly(self._read)
-        self._root = Unit("the root", self.module, read)
-        self._units = [self._root, *(Unit(names[m], m, read) for m in names if m in modules)]
+        self._root = Unit("the root", self.module)
+        self._units = [self._root, *(Unit(names[m], m) for m in names if m in modules)]
         unit_of, owner = {}, {}  # of modules, of parameters; the root, where there are two
         for unit in self._units[1:]:
             for m in unit.module.modules():
@@ -533,11 +488,9 @@ class Zero1(Reducer):
                 self._keep_parameters(bucket, values)
                 bucket.make_shards()
         swap(stand_ins)
-        names = {p: name for name, p in self.module.named_parameters()}
         for unit in self._units:
             for bucket in unit.buckets:
-                bucket.guard = Guard(bucket, names)
-                bucket.drop_whole() if bucket.whole is None else bucket.show()
+                bucket.point()
         broadcast(list(self.module.buffers()), self.process_group)
 
     def _keep_parameters(self, bucket, values):
@@ -556,6 +509,7 @@ class Zero1(Reducer):
     def _add_hooks(self):
         """On the modules themselves, so that `model.module(x)` works, and on all that have
         parameters: a unit may be a mere container, and a script may call a part of the model."""
+        register_optimizer_step_pre_hook(weakly(self._check_optimizer))
         for unit in self._units:
             enter = functools.partial(weakly(self._enter), unit)
             for m in unit.submodules:
@@ -566,39 +520,40 @@ class Zero1(Reducer):
                     m.register_forward_hook(outside(weakly(self._leave)), always_call=True)
 
     def _check_optimizer(self, optimizer, *_):
-        """As in DDP. A step changes the shards, so parameters are not to be read any more."""
-        super()._check_optimizer(optimizer)
+        """Hook of all optimizers: raise if the step would do something else than it seems to. It
+        changes shards, so nobody is to read the parameters any more."""
         given = {p for group in optimizer.param_groups for p in group["params"]}
         buckets = [bucket for unit in self._units for bucket in unit.buckets
                    if not given.isdisjoint(bucket.shards.values())]
         kind, fact = type(optimizer).__name__, None
+        for bucket in buckets:
+            bucket.guard.drop_zeroed()
         if not given.isdisjoint(self._bucket_of):
             fact = "it has the module's parameters: build it after wrapping, from parameters()"
         elif buckets and any(name in kind.lower() for name in NOT_ELEMENTWISE):
             fact = "it looks at whole parameters, and would see parts: use DDP"
-        elif any(bucket.guard.holds() for bucket in buckets):
+        elif buckets and self._averages is not None:
+            fact = "the last backward raised: call zero_grad() of the wrapper"
+        elif any(bucket.filled for bucket in buckets):
             fact = "no_sync() holds gradients back: run the last backward outside of it"
         elif buckets and self._awaits_backward and all(p.grad is None for p in given):
             fact = "no backward has reached the module: backward(inputs=...) is not supported"
         if fact:
             raise RuntimeError(f"{self._get_name()} and {kind}: {fact}")
         for bucket in buckets:
-            bucket.guard.mark_gradients(torch.Tensor)
-            bucket.guard.close()
+            bucket.guard.hide()
+        for p in given:
+            if p.grad is not None and type(p.grad) is Part:
+                p.grad.__class__ = torch.Tensor  # as others are slow
 
     def _settle(self):
-        """Take over what a script has done to the shards."""
+        """Take in what a script has done to shards."""
         for unit in self._units:
             for bucket in unit.buckets:
                 bucket.guard.settle()
 
-    def _hide_all(self):
-        for unit in self._units:
-            unit.hide()
-
-    def _read(self, unit):
-        """Called where unit's parameters are read while they are hidden: make them whole, if a
-        forward or a backward is under way."""
+    def _gather_to_read(self, unit):
+        """Make unit whole if a forward or a backward is under way, as its parameters are read."""
         if in_backward():
             self._notice_backward()
         if in_backward() or self._entered:
@@ -666,8 +621,8 @@ class Zero1(Reducer):
         waits, unit.waits = unit.waits, []
         if waits:
             self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
-        if unit.is_current:
-            unit.show()
+        for bucket in unit.buckets if unit.is_current else ():
+            bucket.guard.show()
 
     def _make_whole(self, unit):
         """Gather unit, unless it is current, and wait."""
@@ -683,8 +638,8 @@ class Zero1(Reducer):
         """Wait also for units that were skipped."""
         for unit in self._units:
             self._finish_gather(unit)  # a shard must not change while it is being sent
-        if not torch.is_grad_enabled():
-            self._hide_all()
+        for unit in () if torch.is_grad_enabled() else self._units:
+            unit.hide()
 
     # ---- backward: reduce gradients to the owners of the shards
 
@@ -692,31 +647,21 @@ class Zero1(Reducer):
         """Means of the last backward may lie in the buffers that this one fills: clone them."""
         super()._begin_backward()
         self._awaits_backward = False
-        backward = functools.partial(int)  # the engine lets go of it when the backward has raised
-        self._on_failure = weakref.finalize(backward, self._give_gradients)
-        torch.autograd.Variable._execution_engine.queue_callback(backward)
         for unit in self._units:
             unit.refuse_old_graphs()
         for bucket in self._buckets:
             for shard, mean in bucket.targets.values():
                 if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
                     shard.grad = mean.clone()
-            bucket.guard.take_gradients()
+            bucket.guard.drop_zeroed()
 
     def _end_backward(self):
         """Give the shards their means. Outside of a forward nobody reads parameters now."""
         super()._end_backward()
-        self._on_failure.detach()
-        self._give_gradients()
-        if not self._entered:
-            self._hide_all()
-
-    def _give_gradients(self):
-        """Let `.grad` of the shards be what it is between backwards."""
         for bucket in self._buckets:
-            bucket.guard.give_gradients()
-            bucket.guard.hold()
-            bucket.guard.mark_gradients(Part)
+            bucket.guard.note_gradients()
+        for unit in () if self._entered else self._units:
+            unit.hide()
 
     def _reduce(self, bucket):
         """Start to send each rank its chunk of bucket -> a function that waits and adds."""
@@ -725,6 +670,7 @@ class Zero1(Reducer):
             self._keep_gradients(bucket)
             bucket.targets = {p: (shard, bucket.shard_view(p, bucket.mean))
                             for p, shard in bucket.shards.items()}
+        self._used.update(p for p, shard in bucket.shards.items() if shard.grad is not None)
         before = [t.to(self._device) for t in bucket.mean_so_far()]
         wait = reduce_scatter(bucket.gradients, self.shard_group, self._tag + 1)
 
@@ -753,7 +699,6 @@ class Zero1(Reducer):
         super().zero_grad(set_to_none)
         for bucket in self._buckets:
             bucket.filled.clear()
-            bucket.guard.before.clear()
 
     # ---- parameters and state, the same in every stage
 
@@ -923,6 +868,7 @@ class Zero3(Zero2):
                   for bucket in unit.buckets]  # all or, where memory is out, none
         for bucket, whole in zip(unit.buckets, wholes):
             bucket.whole = whole
+            bucket.point()
             self._bucket_at[whole.untyped_storage()._cdata] = bucket
         self._gather(unit)
 
@@ -935,7 +881,8 @@ class Zero3(Zero2):
         unit.hide()
         for bucket in unit.buckets:
             del self._bucket_at[bucket.whole.untyped_storage()._cdata]
-            bucket.drop_whole()
+            bucket.whole = None
+            bucket.point()
 
     def _free_all(self):
         for unit in self._units:
