@@ -82,7 +82,6 @@ class ShardedBucket(Bucket):
         mean       (S,) as master: the mean over ranks; the shards' `.grad` are views of it
         filled     {parameter whose gradient is in gradients, and is not yet reduced: the version
                    of its shard's `.grad` when the backward that brought it ended}
-        guard      what keeps scripts from harm, see below
 
     Where whole is kept, master can be its own chunk; likewise mean of gradients.
     """
@@ -98,7 +97,7 @@ class ShardedBucket(Bucket):
         self.n = W * self.size
         self.whole = self.master = self.mean = None
         self.shards, self.filled = {}, {}  # shards: {parameter: the optimizer's}
-        self.guard = None
+        self.seen, self.homes, self.trained = {}, {}, {}
 
     def own_chunk(self, buffer):
         """This rank's chunk, (S,), of a (W S,) buffer."""
@@ -126,7 +125,8 @@ class ShardedBucket(Bucket):
             # .data, for a _version of its own: a gather may write to master, which is no update.
             shard = torch.nn.Parameter(self.shard_view(p, self.master).data, p.requires_grad)
             vars(shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
-            self.shards[p] = shard
+            self.shards[p], self.homes[p] = shard, shard.data_ptr()
+            self.trained[p] = p.requires_grad
 
     def part_of(self, p, value):
         """This rank's part of value, which has the shape of p: (n, 1, ..., 1), as its shard."""
@@ -208,7 +208,7 @@ class Unit:
     def hide(self):
         """Let nobody read its parameters."""
         for bucket in self.buckets:
-            bucket.guard.hide()
+            bucket.hide()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -225,53 +225,33 @@ class Unit:
 #   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a sum.
 
 
-# Attributes of a parameter that are its value; other methods that do not read it; those that write
-# to it element by element.
-VALUES = {"data", "grad", "T", "mT", "H", "mH", "real", "imag"}
-QUESTIONS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous",
-             "is_floating_point", "is_complex", "data_ptr", "untyped_storage", "get_device",
-             "__len__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-WRITES = {"copy_", "fill_", "zero_", "add_", "sub_", "mul_", "div_", "lerp_", "addcmul_",
-          "addcdiv_", "clamp_", "clamp_min_", "clamp_max_", "masked_fill_"}
-NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"  # optimizers
+# Attributes of a parameter that are its value or a view of it, and methods that do not read it.
+VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+QUESTIONS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point",
+             "data_ptr", "untyped_storage", "requires_grad_", "register_hook"}
 REDUCTIONS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "max", "min", "dot"}
+NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"  # optimizers
 
 
 class Absent(torch.nn.Parameter):
-    """What a parameter of the module is while its value is not there, or may be old.
-
-    `.grad` is that of its shard, and what is written into it is written into the shard. Anything
-    else reads it: inside of a forward or a backward that gathers its unit, elsewhere it raises
-    RuntimeError. torch's UninitializedParameter works like this.
-    """
+    """What a parameter of the module is while its value is not there, or may be old. It can be
+    asked for its attributes, and `.grad` is that of its shard. What can be written part by part, a
+    whole value, goes to the shard. Anything else raises RuntimeError. torch's
+    UninitializedParameter works like this."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        name, kwargs, p = function.__name__, kwargs or {}, args[0] if args else None
-        attribute = function.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else ""
-        tensors = [t for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)]
+        is_attribute, p = type(function).__name__ == "method-wrapper", args[0] if args else None
+        name = function.__self__.__name__ if is_attribute else function.__name__
         with torch._C.DisableTorchFunctionSubclass():
-            if name in QUESTIONS or attribute and attribute not in VALUES:
-                return function(*args, **kwargs)
-            if attribute == "grad":  # in a backward it has one of its own
-                return function(p if in_backward() else p.guard.bucket.shards[p], *args[1:])
-            if name == "detach" or (attribute, name) == ("data", "__get__"):
-                return p  # what is written there is written into p
-            for t in tensors * 2:  # in stage 3 to gather one may free another
-                if isinstance(t, cls):
-                    t.guard.gather(t.guard.bucket.unit)
-            absent = [t for t in tensors if isinstance(t, cls)]
-            if not absent:
-                return function(*args, **kwargs)
-            if absent[0] is p and len(absent) == 1 and (name in WRITES or attribute == "data"):
-                return p.guard.write(p, function if name in WRITES else torch.Tensor.copy_, args[1:])
-        raise RuntimeError(
-            f"{name} {attribute} of {absent[0].guard.names[absent[0]]}: a parameter has its value only in a forward, and in "
-            f"the backward after it; use parameters(), full_parameters() or full_state_dict() of "
-            f"the wrapper")
-
-    def __reduce_ex__(self, protocol):
-        return self.clone()  # raises
+            if name == "grad" and not in_backward():
+                return function(p.bucket.shards[p], *args[1:])
+            if name in QUESTIONS or is_attribute and name not in VALUES:
+                return function(*args, **kwargs or {})
+            if name in ("copy_", "data") and len(args) == 2 and type(args[1]) is not cls:
+                return p.bucket.write(p, args[1])
+        raise RuntimeError(f"{name}: a parameter has a value in a forward and the backward after it; "
+                           f"elsewhere use parameters() or full_parameters() of the wrapper")
 
 
 class Part(torch.Tensor):
@@ -289,79 +269,65 @@ class Part(torch.Tensor):
         return result
 
 
-class Guard:
-    """Takes care of the parameters and shards of a bucket.
+class GuardedBucket(ShardedBucket):
+    """A bucket that takes care of what scripts do to its parameters and shards.
 
-        gather   function that gathers a unit, if a forward or a backward is under way
-        kinds    {parameter: its class, where it is not Absent}
         seen     {parameter that may be read: its address and its version}, or empty
         homes    {parameter: the address of its shard}
         trained  {parameter: whether it and its shard require a gradient}
     """
 
-    def __init__(self, bucket, names, gather):
-        self.bucket, self.names, self.gather, self.seen = bucket, names, gather, {}
-        self.kinds = {p: type(p) for p in bucket.places}
-        self.homes = {p: shard.data_ptr() for p, shard in bucket.shards.items()}
-        self.trained = {p: p.requires_grad for p in bucket.places}
-        for p in bucket.places:
-            p.guard, p.__class__ = self, Absent
-
-    def write(self, p, function, values):
-        """Call an in-place function of p on its shard, with this rank's parts of values."""
-        parts = [self.bucket.part_of(p, value.expand(p.shape)) if torch.is_tensor(value) else value
-                 for value in values]
-        with torch.no_grad():
-            function(self.bucket.shards[p], *parts)
-        return p
+    @torch.no_grad()
+    def write(self, p, value):
+        """Write this rank's part of value, which has the shape of p, to its shard."""
+        self.shards[p].copy_(self.part_of(p, value))
 
     def show(self):
         """Let the parameters be read, which are whole."""
         if not self.seen:
-            for p, kind in self.kinds.items():
-                p.__class__ = kind
+            for p in self.places:
+                p.__class__ = p.kind
                 self.seen[p] = p.data_ptr(), p._version
 
     def hide(self):
         """Let them not be read. What a forward has written to one is written to its shard."""
         for p, seen in self.seen.items():
             if (p.data_ptr(), p._version) != seen:
-                self.write(p, torch.Tensor.copy_, [p.data])
-                self.bucket.point()
+                self.write(p, p.data)
+                self.point()
             p.__class__ = Absent
         self.seen = {}
 
     def settle(self):
         """Where a forward begins: take in what was done to shards."""
-        for p, shard in self.bucket.shards.items():
+        for p, shard in self.shards.items():
             if shard.data_ptr() != self.homes[p]:
-                value, shard.data = shard.data, self.bucket.shard_view(p, self.bucket.master)
-                self.write(p, lambda shard: shard.copy_(value), [])
+                value, shard.data = shard.data, self.shard_view(p, self.master)
+                shard.detach().copy_(value)
             if shard.requires_grad != self.trained[p]:
                 p.requires_grad = shard.requires_grad
             self.trained[p] = shard.requires_grad = p.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
-                raise RuntimeError(f"{self.names[p]}: hooks of a shard are not called: put them on "
-                                   f"the parameter of the module")
+                raise RuntimeError(f"{p.full_name}: a shard's hooks are not called: put them on the "
+                                   f"module's parameter")
 
     def note_gradients(self):
         """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
         its gradient back, so that zero_grad() of an optimizer leaves a trace."""
-        filled = self.bucket.filled
-        for p, shard in self.bucket.shards.items():
-            if p in filled and shard.grad is None:
-                shard.grad = torch.zeros_like(shard)
+        for p, shard in self.shards.items():
+            if p in self.filled:
+                shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
+                self.filled[p] = shard.grad._version
             if shard.grad is not None:
                 shard.grad.__class__ = Part
-            if p in filled:
-                filled[p] = shard.grad._version
 
     def drop_zeroed(self):
-        """Drop the gradients of the bucket after which zero_grad() was called."""
-        for p, version in [*self.bucket.filled.items()]:
-            gradient = self.bucket.shards[p].grad
+        """Drop gradients after which zero_grad() was called; return whether others are left."""
+        for p, version in [*self.filled.items()]:
+            gradient = self.shards[p].grad
             if gradient is None or gradient._version != version and not gradient.any():
-                del self.bucket.filled[p]
+                del self.filled[p]
+        return bool(self.filled)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -428,19 +394,18 @@ class Zero1(Reducer):
         self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
         self._entered = []  # the units of the forwards under way, the innermost last
-        self._awaits_backward = False  # since a forward
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype)
         self._take_in_values(init_fn)
-        buckets = [bucket for unit in self._units for bucket in unit.buckets]
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
+        self._sharded = [bucket for unit in self._units for bucket in unit.buckets]
+        self._bucket_of = {p: bucket for bucket in self._sharded for p in bucket.places}
         # In the order in which a backward, which starts at the end, reaches their first parameters.
         trained = [self._bucket_of[p] for p in module.parameters() if p.requires_grad]
         self._track(list(dict.fromkeys(trained))[::-1])
         self._add_hooks()
-        names = {p: name for name, p in module.named_parameters()}
-        for bucket in buckets:
-            bucket.guard = Guard(bucket, names, weakly(self._gather_to_read))
+        for name, p in module.named_parameters():
+            p.full_name, p.bucket, p.kind = name, self._bucket_of[p], type(p)
+            p.__class__ = Absent
 
     # ---- construction
 
@@ -468,7 +433,7 @@ class Zero1(Reducer):
         rank = dist.get_rank(self.shard_group)
         for unit in self._units:
             for parameters in fill_buckets(unit.parameters[::-1], BUCKET_BYTES, BUCKET_BYTES):
-                unit.buckets.append(ShardedBucket(unit, parameters, rank, self.shard_size,
+                unit.buckets.append(GuardedBucket(unit, parameters, rank, self.shard_size,
                                                   self._device, self.param_dtype, reduce_dtype))
 
     @torch.no_grad()
@@ -523,41 +488,23 @@ class Zero1(Reducer):
         """Hook of all optimizers: raise if the step would do something else than it seems to. It
         changes shards, so nobody is to read the parameters any more."""
         given = {p for group in optimizer.param_groups for p in group["params"]}
-        buckets = [bucket for unit in self._units for bucket in unit.buckets
-                   if not given.isdisjoint(bucket.shards.values())]
-        kind, fact = type(optimizer).__name__, None
-        for bucket in buckets:
-            bucket.guard.drop_zeroed()
+        buckets = [b for b in self._sharded if not given.isdisjoint(b.shards.values())]
+        fact = ""
         if not given.isdisjoint(self._bucket_of):
-            fact = "it has the module's parameters: build it after wrapping, from parameters()"
-        elif buckets and any(name in kind.lower() for name in NOT_ELEMENTWISE):
-            fact = "it looks at whole parameters, and would see parts: use DDP"
-        elif buckets and self._averages is not None:
-            fact = "the last backward raised: call zero_grad() of the wrapper"
-        elif any(bucket.filled for bucket in buckets):
-            fact = "no_sync() holds gradients back: run the last backward outside of it"
-        elif buckets and self._awaits_backward and all(p.grad is None for p in given):
-            fact = "no backward has reached the module: backward(inputs=...) is not supported"
-        if fact:
-            raise RuntimeError(f"{self._get_name()} and {kind}: {fact}")
+            fact = "has the module's parameters: build it from the wrapper's parameters()"
         for bucket in buckets:
-            bucket.guard.hide()
+            if bucket.drop_zeroed():
+                fact = "steps while no_sync() holds gradients back"
+            bucket.hide()
+        if buckets and self._task is None and all(p.grad is None for p in given):
+            fact = "steps after no backward, or one with inputs=, which is not supported"
+        if buckets and any(name in type(optimizer).__name__.lower() for name in NOT_ELEMENTWISE):
+            fact = "looks at whole parameters, and would see parts: use DDP"
+        if fact:
+            raise RuntimeError(f"{self._get_name()}: {type(optimizer).__name__} {fact}")
         for p in given:
-            if p.grad is not None and type(p.grad) is Part:
-                p.grad.__class__ = torch.Tensor  # as others are slow
-
-    def _settle(self):
-        """Take in what a script has done to shards."""
-        for unit in self._units:
-            for bucket in unit.buckets:
-                bucket.guard.settle()
-
-    def _gather_to_read(self, unit):
-        """Make unit whole if a forward or a backward is under way, as its parameters are read."""
-        if in_backward():
-            self._notice_backward()
-        if in_backward() or self._entered:
-            self._make_whole(unit)
+            if type(p.grad) is Part:
+                p.grad.__class__ = torch.Tensor  # it would cost the optimizer time
 
     # ---- forward: gather what the optimizer has changed
 
@@ -573,9 +520,10 @@ class Zero1(Reducer):
         if in_backward():
             self._notice_backward()
         elif len(self._entered) == 1:
-            self._settle()
+            for bucket in self._sharded:
+                bucket.settle()
             self._prepare_forward()
-            self._awaits_backward = torch.is_grad_enabled()
+            self._task = None if torch.is_grad_enabled() else self._task
             self._begin_forward(module)
         self._use(unit)
         if self.param_dtype is not None and module is unit.module:
@@ -622,7 +570,7 @@ class Zero1(Reducer):
         if waits:
             self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
         for bucket in unit.buckets if unit.is_current else ():
-            bucket.guard.show()
+            bucket.show()
 
     def _make_whole(self, unit):
         """Gather unit, unless it is current, and wait."""
@@ -638,30 +586,29 @@ class Zero1(Reducer):
         """Wait also for units that were skipped."""
         for unit in self._units:
             self._finish_gather(unit)  # a shard must not change while it is being sent
-        for unit in () if torch.is_grad_enabled() else self._units:
-            unit.hide()
+        for bucket in () if torch.is_grad_enabled() else self._sharded:
+            bucket.hide()
 
     # ---- backward: reduce gradients to the owners of the shards
 
     def _begin_backward(self):
         """Means of the last backward may lie in the buffers that this one fills: clone them."""
         super()._begin_backward()
-        self._awaits_backward = False
         for unit in self._units:
             unit.refuse_old_graphs()
         for bucket in self._buckets:
             for shard, mean in bucket.targets.values():
                 if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
                     shard.grad = mean.clone()
-            bucket.guard.drop_zeroed()
+            bucket.drop_zeroed()
 
     def _end_backward(self):
         """Give the shards their means. Outside of a forward nobody reads parameters now."""
         super()._end_backward()
         for bucket in self._buckets:
-            bucket.guard.note_gradients()
-        for unit in () if self._entered else self._units:
-            unit.hide()
+            bucket.note_gradients()
+        for bucket in () if self._entered else self._sharded:
+            bucket.hide()
 
     def _reduce(self, bucket):
         """Start to send each rank its chunk of bucket -> a function that waits and adds."""
@@ -704,10 +651,9 @@ class Zero1(Reducer):
 
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
         """(original name, this rank's shard) of every parameter of the module, in its order."""
-        for name, p in self.module.named_parameters(prefix, recurse, remove_duplicate):
-            if p not in self._bucket_of:
-                raise RuntimeError(f"{self._get_name()}: {name} was added after wrapping: wrap last")
-            yield name, self._bucket_of[p].shards[p]
+        named = self.module.named_parameters(prefix, recurse, remove_duplicate)
+        # One that was added after wrapping is left out here, and refused by the next forward.
+        yield from ((name, p.bucket.shards[p]) for name, p in named if p in self._bucket_of)
 
     def shard_starts(self):
         """{original name: where this rank's shard begins in the parameter, in elements in order of
@@ -719,7 +665,8 @@ class Zero1(Reducer):
         """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding a
         bucket or two. A collective: every rank has to go through all of it."""
         gathered = None
-        self._settle()
+        for bucket in self._sharded:
+            bucket.settle()
         for name, p in self.module.named_parameters():
             bucket = self._bucket_of[p]
             if bucket is not gathered:
@@ -749,39 +696,31 @@ class Zero1(Reducer):
             destination[prefix + name] = t if keep_vars else t.detach().clone()
         return destination
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Copy in what `state_dict()` gave at this world size. Raises RuntimeError on a misfit."""
-        ours = self.state_dict(keep_vars=True)
-        self._check_fit(ours, state_dict)
-        for name, t in ours.items():
-            t.copy_(state_dict[name])
+        self._load(state_dict, self.state_dict(keep_vars=True))
 
-    @torch.no_grad()
     def load_full_state_dict(self, state_dict):
         """Write whole parameters and buffers: each rank copies its part. Raises RuntimeError naming
         what is missing, left over or of another shape, before anything is written."""
-        ours = self.module.state_dict(keep_vars=True)
-        self._check_fit(ours, state_dict)
-        for name, t in ours.items():
-            value = state_dict[name]
-            if t in self._bucket_of:
-                bucket = self._bucket_of[t]
-                t, value = bucket.shards[t], bucket.part_of(t, value)
-            t.copy_(value)
+        for unit in self._units:
+            unit.hide()
+        self._load(state_dict, self.module.state_dict(keep_vars=True))
 
-    def _check_fit(self, ours, state_dict):
+    @torch.no_grad()
+    def _load(self, state_dict, ours):
         shapes, others = ({(name, tuple(t.shape)) for name, t in tensors.items()}
                           for tensors in (ours, state_dict))
         if shapes != others:
             raise RuntimeError(f"{self._get_name()}: nothing was loaded; missing, left over or of "
                                f"another shape: {sorted(shapes ^ others)}")
-
-    def __getstate__(self):
-        raise RuntimeError(f"{self._get_name()} cannot be copied or pickled: use full_state_dict()")
+        for name, t in ours.items():
+            t.copy_(state_dict[name])  # an Absent copies the part of its shard
 
     def _apply(self, *_, **__):
-        raise RuntimeError(f"{self._get_name()}: cast or move the module before wrapping it")
+        raise RuntimeError(f"{self._get_name()}: cast, move or copy the module before wrapping it")
+
+    __getstate__ = _apply  # of deepcopy and pickle
 
 
 # -------------------------------------------------------------------------------------------------
