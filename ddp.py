@@ -243,11 +243,6 @@ def weakly(method):
     return hook
 
 
-def traits(p):
-    """What must stay as it was when p was wrapped. One hook is ours."""
-    return p.shape, p.dtype, p.device, len(p._post_accumulate_grad_hooks or ())
-
-
 class Reducer(torch.nn.Module):
     """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a
     bucket, buckets are launched in order, and a callback ends the backward.
@@ -286,15 +281,16 @@ class Reducer(torch.nn.Module):
         Return a tag, by which messages differ from those of other wrappers."""
         tensors = (*self.module.named_parameters(), *self.module.named_buffers())
         lines = [f"{self._get_name()} {options}"]
-        lines += [(name, t.shape, f"strides {torch.empty_like(t, device='meta').stride()}", t.dtype,
-                   t.requires_grad) for name, t in tensors]
+        for name, t in tensors:
+            strides = torch.empty_like(t, device="meta").stride()
+            lines.append((name, t.shape, f"{strides=}", t.dtype, t.requires_grad))
         views = [None] * self.world_size  # the id of an object is no other's while it lives
         dist.all_gather_object(views, (id(self) % 2**30, lines), group=self.process_group)
         tags, views = zip(*views)
         for found in itertools.zip_longest(*views, fillvalue="nothing"):
             if len(set(found)) > 1:
-                raise RuntimeError(f"{self._get_name()}: ranks wrap different modules: "
-                                   f"{' but '.join(map(str, dict.fromkeys(found)))}")
+                views = " but ".join(map(str, dict.fromkeys(found)))
+                self._refuse(f"ranks wrap different modules: {views}")
         return tags[0]
 
     def _track(self, buckets):
@@ -306,31 +302,27 @@ class Reducer(torch.nn.Module):
             handles += (p.register_hook(weakly(self._notice_backward)),
                         p.register_post_accumulate_grad_hook(weakly(self._on_gradient)))
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
-        self._traits = {p: (*traits(p)[:-1], 1) for p in self._names}  # one hook
         # What autograd runs to add to p.grad. Kept, or it would make another for each backward.
         self._nodes = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self._names}
 
     @torch.compiler.disable  # torch.compile of all would trace what is to be asked each time
     def _prepare_forward(self):
-        """Bring rank 0's buffers. Raise if the module is not what was wrapped; that takes 2 us per
-        parameter."""
+        """Bring rank 0's buffers. Raise unless each trained parameter has one hook, which is ours;
+        that takes 1 us per parameter."""
         for name, p in self.module.named_parameters():
-            if p.requires_grad and self._traits.get(p) != traits(p) and name not in self._ignored:
-                raise RuntimeError(
-                    f"{self._get_name()}: {name} was added, unfrozen, cast, moved, resized, given a "
-                    f"post-accumulate hook or wrapped again, after it was wrapped: wrap last")
+            if (p.requires_grad and len(p._post_accumulate_grad_hooks or ()) != 1
+                    and isinstance(p, torch.nn.Parameter) and name not in self._ignored):
+                self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
         if self._averages is not None:
-            raise RuntimeError(f"{self._get_name()}: the last backward raised, which leaves parts of "
-                               f"gradients: call zero_grad() of the wrapper")
-        if self._sync_buffers:
-            broadcast(self._buffers_of_rank_0(), self.process_group)
+            self._refuse("the last backward raised, and left parts of gradients: call zero_grad()")
+        if self._sync_buffers and self.broadcast_buffers:
+            broadcast([t for name, t in self.module.named_buffers() if name not in self._ignored],
+                      self.process_group)
         # As in torch: not after a forward that evaluates, or that accumulates.
         self._sync_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
 
-    def _buffers_of_rank_0(self):
-        """Buffers that are to be as rank 0 has them."""
-        return [t for name, t in self.module.named_buffers()
-                if self.broadcast_buffers and name not in self._ignored]
+    def _refuse(self, fact):
+        raise RuntimeError(f"{self._get_name()}: {fact}")
 
     def zero_grad(self, set_to_none=True):
         """Also forgets a backward that has raised."""
@@ -358,8 +350,7 @@ class Reducer(torch.nn.Module):
     def _on_gradient(self, p):
         """Hook of p: autograd has added all that this backward adds to p.grad."""
         if torch.is_grad_enabled() or p.grad is not None and p.grad.is_sparse:
-            raise RuntimeError(f"{self._names[p]}: backward(create_graph=True) and sparse gradients "
-                               f"are not supported")
+            self._refuse(f"{self._names[p]}: no support of create_graph and of sparse gradients")
         bucket = self._bucket_of[p]
         bucket.pending.discard(p)
         # None: autograd has reached p, but left its gradient undefined.
@@ -374,9 +365,8 @@ class Reducer(torch.nn.Module):
         task = torch._C._current_graph_task_id()  # the engine's number of this backward
         if task != self._task:
             if self._averages is not None:
-                raise RuntimeError("a backward inside another, as by checkpointing with "
-                                   "use_reentrant=True, is not supported; after one that raised, "
-                                   "call zero_grad()")
+                self._refuse("no support of a backward inside another (use_reentrant=True), nor "
+                             "after one that raised (call zero_grad())")
             self._task = task
             self._begin_backward()
 
@@ -437,20 +427,19 @@ class Reducer(torch.nn.Module):
             return
         self._launch(at_end=True)
         self._finish()
-        parameters, names = zip(*self._names.items())
+        flags = [p in self._used for p in self._names]
         n_ranks = self._wait_for("agree on use", lambda: count_ranks(
-            [p in self._used for p in parameters], parameters[0], self.process_group))
-        for p in itertools.compress(parameters, n_ranks):
+            flags, next(iter(self._names)), self.process_group))
+        for p in itertools.compress(self._names, n_ranks):
             owner, mean = self._bucket_of[p].targets[p]
             if owner.grad is not None and owner.grad is not mean:
                 mean += owner.grad  # of a loss over the shards of ZeRO
             owner.grad = mean
-        unused = [names[i] for i, n in enumerate(n_ranks)
-                  if n < self.world_size and parameters[i].requires_grad]
+        unused = [name for (p, name), n in zip(self._names.items(), n_ranks)
+                  if p.requires_grad and n < self.world_size]
         if unused and not self.find_unused_parameters:
-            raise RuntimeError(f"no gradient in this backward, on some rank, for {unused}: freeze "
-                               f"them, or pass find_unused_parameters=True, or checkpoint with "
-                               f"use_reentrant=False")
+            self._refuse(f"no gradient in this backward, on some rank, for {unused}: freeze them, or "
+                         f"pass find_unused_parameters=True, or use_reentrant=False")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -493,13 +482,11 @@ class DDP(Reducer):
         self.broadcast_buffers = broadcast_buffers
         self._comm_hook = self.comm_state = None
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = [p for name, p in module.named_parameters() if name not in self._ignored]
-        trained = [p for p in parameters if p.requires_grad]
-        devices = {p.device for p in trained}
-        if len(devices) != 1:
-            raise RuntimeError(f"DDP: parameters that require a gradient are on {len(devices)} "
-                               f"devices, not on one: {[*map(str, devices)]}")
-        self.device = devices.pop()
+        named = *module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())
+        tensors = [t for name, t in named if name not in self._ignored]
+        trained = [t for t in tensors if t.requires_grad]
+        if len({p.device for p in trained}) != 1:
+            self._refuse("what requires a gradient is not on one device")
         lists = fill_buckets(trained[::-1], int((bucket_cap_mb or 25) * 2**20))
         buckets = [Bucket(parameters) for parameters in lists]
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
@@ -507,16 +494,14 @@ class DDP(Reducer):
         for bucket in buckets:
             bucket.gradients = next(iter(bucket.places)).new_zeros(bucket.n)
             bucket.targets = {p: (p, bucket.view(p, bucket.gradients)) for p in bucket.places}
-        if init_sync:
-            broadcast([*parameters, *self._buffers_of_rank_0()], self.process_group)
+        broadcast(tensors if init_sync else [], self.process_group)
 
     def __getstate__(self):
         """For deepcopy, pickle and AveragedModel: what the copy is made from."""
         if self.process_group is not dist.group.WORLD:
-            raise RuntimeError("DDP: a copy would be of the default process group: copy the module")
-        names = ("module", "device_ids", "bucket_cap_mb", "find_unused_parameters",
-                 "broadcast_buffers")
-        return {name: getattr(self, name) for name in names}
+            self._refuse("a copy would use the default process group: copy the module")
+        names = "module device_ids bucket_cap_mb find_unused_parameters broadcast_buffers"
+        return {name: getattr(self, name) for name in names.split()}
 
     def __setstate__(self, state):
         self.__init__(**state, init_sync=False)
@@ -525,8 +510,8 @@ class DDP(Reducer):
         if not in_backward():
             self._prepare_forward()
         if self.device_ids:
-            moved = dist.utils._to_kwargs(inputs, kwargs, self.device, False)
-            (inputs,), (kwargs,) = moved
+            device = self._buckets[0].gradients.device
+            (inputs,), (kwargs,) = dist.utils._to_kwargs(inputs, kwargs, device, False)
         return self.module(*inputs, **kwargs)
 
     def _reduce(self, bucket):
@@ -553,8 +538,10 @@ class DDP(Reducer):
         bucket has the methods of torch.distributed.GradBucket. On CPU the hook runs on a thread,
         beside the backward.
         """
-        if self._comm_hook or not callable(hook):
-            raise TypeError("DDP: register_comm_hook() takes a function, and only once")
+        if not callable(hook):
+            raise TypeError("DDP: a comm hook must be callable")
+        if self._comm_hook is not None:
+            self._refuse("register_comm_hook() can be called only once")
         self.comm_state, self._comm_hook, self._scale = state, hook, 1.0
 
     def full_parameters(self):

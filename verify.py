@@ -25,9 +25,11 @@ Cost: 22 processes of 210 MB, most of it shared; a minute and a half on two core
 
 import argparse
 import ast
+import copy
 import datetime
 import gc
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -62,6 +64,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -1109,6 +1112,234 @@ def buffers_given_back_are_read(stage):
             for shard in call.parameters():
                 shard.zero_()
             assert torch.equal(found, module(x, n))
+
+
+# -------------------------------------------------------------------------------------------------
+# scripts: right, or refused
+#
+# What a script does around a wrapper ends with the weights of the same script around the plain
+# module, on the batches of all ranks; or it raises, and the error says what is not supported.
+
+
+class Net(nn.Module):
+    """Three units, and two parameters of the root. calls(net, x) takes the place of its forward."""
+
+    def __init__(self, calls=None, unit=partial(nn.Linear, 4, 4)):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(unit() for _ in range(3)), nn.Linear(4, 2)
+        self.scale, self.calls = nn.Parameter(torch.ones(())), calls or Net.plain
+
+    def forward(self, x):
+        return self.calls(self, x)
+
+    def plain(self, x):
+        return self.head(reduce(lambda x, block: x + block(x).tanh(), self.blocks, x)) * self.scale
+
+
+class Spectrum(nn.Module):
+    """A weight that is seen as complex, and conjugated."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 2, 2))
+
+    def forward(self, x):
+        return (x[:, :2].cfloat() @ torch.view_as_complex(self.w).mH).real
+
+
+def reentrant(net, x):
+    """A part is recomputed by a backward inside the backward."""
+    return net.plain(checkpoint(net.blocks[2], net.blocks[1](x), use_reentrant=True))
+
+
+class Script:
+    """What a script has: a model, which is a module or a wrapper of it, and an optimizer."""
+
+    def __init__(self, wrap, build, x):
+        torch.manual_seed(0)
+        self.module, self.wrap, self.x = build(), wrap, x
+        self.model = wrap(self.module)
+        self.use(torch.optim.SGD)
+
+    def use(self, kind):
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = kind(self.parameters, lr=0.1)
+
+    def loss(self):
+        return self.model(self.x).square().mean()
+
+    def step(self, **options):
+        self.loss().backward(**options)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def result(self):
+        whole = getattr(self.model, "full_state_dict", self.model.state_dict)()
+        return {name.removeprefix("module."): t.clone() for name, t in whole.items()}
+
+
+SCRIPTS = []  # (script, what the error of stages says, that of DDP, what builds the module)
+
+
+def script(zero="", ddp="", build=Net):
+    """Note a script. An empty text says that it is right."""
+    return lambda function: SCRIPTS.append((function, zero, ddp, build))
+
+
+ABSENT, CHANGED, COPIED = "parameter has a value", "after wrapping", "copy the module"
+script(ABSENT)(lambda s: s.module.head.weight.norm())
+script(ABSENT)(lambda s: copy.deepcopy(s.module))
+script(ABSENT)(lambda s: s.x * s.module.scale)  # in a method that is not forward
+script(ABSENT, build=partial(Net, lambda net, x: x @ net.blocks[2].weight))(Script.step)
+script(COPIED)(lambda s: AveragedModel(s.model).update_parameters(s.model))
+script(COPIED)(lambda s: torch.save(s.model, io.BytesIO()))
+script("create_graph", "create_graph")(partial(Script.step, create_graph=True))
+script("after no backward")(lambda s: s.step(inputs=s.parameters))
+script("to not have been used", "autograd.grad")(
+    lambda s: torch.autograd.grad(s.loss(), s.parameters))
+script("whole parameters")(lambda s: torch.optim.LBFGS(s.parameters).step(s.loss))
+script("the module's parameters")(lambda s: torch.optim.SGD(s.module.parameters()).step())
+script("sparse", "sparse", partial(Net, unit=partial(nn.Embedding, 9, 4, sparse=True)))(
+    lambda s: s.model.module.blocks[0](torch.tensor([1])).sum().backward())
+script(build=partial(Net, unit=Spectrum))(Script.step)  # complex weights
+script("use_reentrant", "use_reentrant", partial(Net, reentrant))(Script.step)
+
+
+@script()
+def loads_into_the_module(s):
+    s.module.load_state_dict({n: torch.full_like(t, 0.1) for n, t in Net().state_dict().items()})
+
+
+@script()
+def replaces_data(s):  # SGD by hand, and averages that are swapped in
+    s.loss().backward()
+    for p in s.parameters:
+        p.data = p.data - 0.1 * p.grad
+    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(s.parameters) / 2, s.parameters)
+
+
+def writing(net, x):
+    with torch.no_grad():
+        net.head.weight.clamp_(-0.1, 0.1)
+    net.scale.data = net.scale.data * 0.9
+    return net.plain(x)
+
+
+@script(build=partial(Net, writing))
+def writes_in_its_forward(s):
+    s.step()
+    s.step()
+
+
+@script()
+def penalises_parameters(s):
+    penalty = sum(p.square().sum() for p in s.parameters)  # before the forward
+    (s.loss() + penalty).backward()
+    s.optimizer.step()
+
+
+@script()
+def freezes_and_unfreezes(s):
+    for p in s.parameters[:4]:
+        p.requires_grad_(False)
+    s.step()
+    s.module.requires_grad_(True)
+    s.step()
+
+
+@script(CHANGED, CHANGED)
+def adds_a_layer(s):
+    s.module.blocks.append(nn.Linear(4, 4))
+    s.step()
+
+
+@script(CHANGED, CHANGED)
+def steps_in_a_hook(s):
+    for p in s.module.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
+    s.step()
+
+
+@script()
+def keeps_the_gradients_of_a_critic(s):
+    s.loss().backward()
+    s.module.requires_grad_(False)
+    s.model(s.x.clone().requires_grad_()).sum().backward()
+    s.module.requires_grad_(True)
+    s.optimizer.step()
+
+
+@script("the last backward raised", "the last backward raised")
+def catches_an_error_in_the_backward(s):
+    s.loss().backward()
+    with s.module.blocks[1].register_full_backward_pre_hook(planted):
+        raises(ZeroDivisionError, "planted", s.step)
+    s.step()
+
+
+@script()
+def drops_what_no_sync_holds(s):
+    with no_sync(s.model):
+        s.loss().backward()
+    s.optimizer.zero_grad()
+    s.step()
+
+
+@script()
+def drops_gradients_of_the_module(s):
+    s.loss().backward()
+    s.module.zero_grad()
+    s.step()
+
+
+@script()
+def goes_back_twice(s):
+    loss = s.loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    s.optimizer.step()
+
+
+@script("a shard's hooks")
+def hooks_parameters(s):
+    for p in s.parameters:
+        p.register_hook(lambda gradient: gradient.clamp(0, 0))
+    s.step()
+
+
+@script("clip_grad_norm_")
+def clips_by_hand(s):
+    s.loss().backward()
+    norm = sum(p.grad.data.pow(2).sum() for p in s.parameters).sqrt()
+    torch._foreach_mul_([p.grad for p in s.parameters], 0.01 / norm)
+    s.optimizer.step()
+
+
+@script(ABSENT, CHANGED)
+def wraps_twice(s):
+    if s.model is not s.module:
+        s.other = s.wrap(s.module)
+        s.step()
+
+
+@check(*grid(W=(2,), wrap=("ddp", *STAGES)))
+def scripts_are_right_or_refused(wrap):
+    """Whatever a script does around a wrapper ends as around the plain module, on the batches of
+    all ranks; or it raises, naming what is not supported."""
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    for function, zero, ddp, build in SCRIPTS:
+        expected = ddp if wrap == "ddp" else zero
+        runs = (Script(WRAPPERS[wrap], build, batch.chunk(2)[dist.get_rank()]),
+                Script(lambda module: module, build, batch))
+        line = function.__code__.co_firstlineno if hasattr(function, "__code__") else function
+        if expected:
+            raises(Exception, expected, function, runs[0])
+            continue
+        for run in runs:
+            function(run)
+        for key, value in runs[1].result().items():
+            torch.testing.assert_close(runs[0].result()[key], value, rtol=1e-4, atol=1e-5,
+                                       msg=lambda text: f"line {line}, {key}: {text}")
 
 
 # -------------------------------------------------------------------------------------------------

@@ -228,7 +228,8 @@ class Unit:
 # Attributes of a parameter that are its value or a view of it, and methods that do not read it.
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 QUESTIONS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point",
-             "data_ptr", "untyped_storage", "requires_grad_", "register_hook"}
+             "data_ptr", "untyped_storage", "requires_grad_", "register_hook",
+             "register_post_accumulate_grad_hook"}
 REDUCTIONS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "max", "min", "dot"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"  # optimizers
 
@@ -244,14 +245,15 @@ class Absent(torch.nn.Parameter):
         is_attribute, p = type(function).__name__ == "method-wrapper", args[0] if args else None
         name = function.__self__.__name__ if is_attribute else function.__name__
         with torch._C.DisableTorchFunctionSubclass():
-            if name == "grad" and not in_backward():
+            if is_attribute and name == "grad" and not in_backward():
                 return function(p.bucket.shards[p], *args[1:])
             if name in QUESTIONS or is_attribute and name not in VALUES:
                 return function(*args, **kwargs or {})
             if name in ("copy_", "data") and len(args) == 2 and type(args[1]) is not cls:
                 return p.bucket.write(p, args[1])
-        raise RuntimeError(f"{name}: a parameter has a value in a forward and the backward after it; "
-                           f"elsewhere use parameters() or full_parameters() of the wrapper")
+        absent = next(t for t in tree_leaves((args, kwargs)) if type(t) is cls)
+        raise RuntimeError(f"{name} of {absent.full_name}: a parameter has a value in a forward and the "
+                           f"backward after it; else use parameters() or full_parameters()")
 
 
 class Part(torch.Tensor):
@@ -291,12 +293,14 @@ class GuardedBucket(ShardedBucket):
 
     def hide(self):
         """Let them not be read. What a forward has written to one is written to its shard."""
-        for p, seen in self.seen.items():
-            if (p.data_ptr(), p._version) != seen:
-                self.write(p, p.data)
-                self.point()
+        written = {p: p.data for p, seen in self.seen.items()
+                   if (p.data_ptr(), p._version) != seen}
+        for p in self.seen:
             p.__class__ = Absent
         self.seen = {}
+        for p, value in written.items():
+            self.write(p, value)
+            self.point()
 
     def settle(self):
         """Where a forward begins: take in what was done to shards."""
