@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ddp import (Bucket, HierarchicalState, Reducer, add_in_rank_order, all_gather, all_reduce,
                  broadcast, fill_buckets, in_backward, reduce_scatter, weakly)
@@ -135,15 +135,6 @@ class ShardedBucket(Bucket):
         flat = packed.copy_(value).as_strided((shape.numel(),), (1,))[slice(*self.part(p))]
         return flat.view(-1, *[1] * (len(shape) - 1))
 
-    @torch.inference_mode(False)  # what is made inside it could not be used outside
-    def point(self):
-        """Point the parameters at whole or, where there is none, at a nan that is expanded to their
-        shape and takes no memory."""
-        nothing = torch.full((), math.nan, device=self.device).to(self.param_dtype)
-        with torch._C.DisableTorchFunctionSubclass():  # it is no write to an Absent
-            for p, (shape, *_) in self.places.items():
-                p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
-
     def put(self, p, scale):
         """Move p.grad into gradients, added to what they hold of p; then all of it times scale.
         Returns whether there is a gradient."""
@@ -208,7 +199,8 @@ class Unit:
     def hide(self):
         """Let nobody read its parameters."""
         for bucket in self.buckets:
-            bucket.hide()
+            if bucket.seen:
+                bucket.show(False)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -251,9 +243,9 @@ class Absent(torch.nn.Parameter):
                 return function(*args, **kwargs or {})
             if name in ("copy_", "data") and len(args) == 2 and type(args[1]) is not cls:
                 return p.bucket.write(p, args[1])
-        absent = next(t for t in tree_leaves((args, kwargs)) if type(t) is cls)
-        raise RuntimeError(f"{name} of {absent.full_name}: a parameter has a value in a forward and the "
-                           f"backward after it; else use parameters() or full_parameters()")
+        raise RuntimeError(f"{name} of {getattr(p, 'full_name', 'one')}: a parameter has a value in a "
+                           f"forward and the backward after it; else use parameters() or "
+                           f"full_parameters() of the wrapper")
 
 
 class Part(torch.Tensor):
@@ -284,23 +276,22 @@ class GuardedBucket(ShardedBucket):
         """Write this rank's part of value, which has the shape of p, to its shard."""
         self.shards[p].copy_(self.part_of(p, value))
 
-    def show(self):
-        """Let the parameters be read, which are whole."""
-        if not self.seen:
-            for p in self.places:
-                p.__class__ = p.kind
+    @torch.inference_mode(False)  # what is made inside it could not be used outside
+    def show(self, is_there):
+        """Point the parameters at whole or, where there is none, at a nan that is expanded to their
+        shape and takes no memory; let them be read if is_there. What a forward has written to one
+        is written to its shard."""
+        nothing = torch.full((), math.nan, device=self.device).to(self.param_dtype)
+        for p, (shape, *_) in self.places.items():
+            p.__class__ = p.kind
+            value, seen = p.data, self.seen.pop(p, None)
+            if seen is not None and seen != (p.data_ptr(), p._version):
+                self.write(p, value)
+            p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
+            if is_there:
                 self.seen[p] = p.data_ptr(), p._version
-
-    def hide(self):
-        """Let them not be read. What a forward has written to one is written to its shard."""
-        written = {p: p.data for p, seen in self.seen.items()
-                   if (p.data_ptr(), p._version) != seen}
-        for p in self.seen:
-            p.__class__ = Absent
-        self.seen = {}
-        for p, value in written.items():
-            self.write(p, value)
-            self.point()
+            else:
+                p.__class__ = Absent
 
     def settle(self):
         """Where a forward begins: take in what was done to shards."""
@@ -312,8 +303,8 @@ class GuardedBucket(ShardedBucket):
                 p.requires_grad = shard.requires_grad
             self.trained[p] = shard.requires_grad = p.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
-                raise RuntimeError(f"{p.full_name}: a shard's hooks are not called: put them on the "
-                                   f"module's parameter")
+                raise RuntimeError(f"{p.full_name}: a shard's hooks are not called: hook the module's "
+                                   f"parameter")
 
     def note_gradients(self):
         """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
@@ -403,13 +394,16 @@ class Zero1(Reducer):
         self._take_in_values(init_fn)
         self._sharded = [bucket for unit in self._units for bucket in unit.buckets]
         self._bucket_of = {p: bucket for bucket in self._sharded for p in bucket.places}
+        for name, p in module.named_parameters():
+            p.full_name, p.bucket, p.kind = name, self._bucket_of[p], type(p)
+        for bucket in self._sharded:
+            bucket.show(True)
         # In the order in which a backward, which starts at the end, reaches their first parameters.
         trained = [self._bucket_of[p] for p in module.parameters() if p.requires_grad]
         self._track(list(dict.fromkeys(trained))[::-1])
         self._add_hooks()
-        for name, p in module.named_parameters():
-            p.full_name, p.bucket, p.kind = name, self._bucket_of[p], type(p)
-            p.__class__ = Absent
+        for unit in self._units:
+            unit.hide()
 
     # ---- construction
 
@@ -457,9 +451,6 @@ class Zero1(Reducer):
                 self._keep_parameters(bucket, values)
                 bucket.make_shards()
         swap(stand_ins)
-        for unit in self._units:
-            for bucket in unit.buckets:
-                bucket.point()
         broadcast(list(self.module.buffers()), self.process_group)
 
     def _keep_parameters(self, bucket, values):
@@ -493,19 +484,18 @@ class Zero1(Reducer):
         changes shards, so nobody is to read the parameters any more."""
         given = {p for group in optimizer.param_groups for p in group["params"]}
         buckets = [b for b in self._sharded if not given.isdisjoint(b.shards.values())]
-        fact = ""
-        if not given.isdisjoint(self._bucket_of):
-            fact = "has the module's parameters: build it from the wrapper's parameters()"
+        held, name = [b for b in buckets if b.drop_zeroed()], type(optimizer).__name__
+        for wrong, fact in (
+                (given & self._bucket_of.keys(), "has the module's parameters: pass parameters()"),
+                (held, "steps while no_sync() holds gradients back: the last backward ends it"),
+                (buckets and any(part in name.lower() for part in NOT_ELEMENTWISE),
+                 "looks at whole parameters, and would see parts: use DDP"),
+                (buckets and self._task is None and all(p.grad is None for p in given),
+                 "steps after no backward, or one with inputs=, which is not supported")):
+            if wrong:
+                self._refuse(f"{name} {fact}")
         for bucket in buckets:
-            if bucket.drop_zeroed():
-                fact = "steps while no_sync() holds gradients back"
-            bucket.hide()
-        if buckets and self._task is None and all(p.grad is None for p in given):
-            fact = "steps after no backward, or one with inputs=, which is not supported"
-        if buckets and any(name in type(optimizer).__name__.lower() for name in NOT_ELEMENTWISE):
-            fact = "looks at whole parameters, and would see parts: use DDP"
-        if fact:
-            raise RuntimeError(f"{self._get_name()}: {type(optimizer).__name__} {fact}")
+            bucket.show(False)
         for p in given:
             if type(p.grad) is Part:
                 p.grad.__class__ = torch.Tensor  # it would cost the optimizer time
@@ -573,8 +563,9 @@ class Zero1(Reducer):
         waits, unit.waits = unit.waits, []
         if waits:
             self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
-        for bucket in unit.buckets if unit.is_current else ():
-            bucket.show()
+        for bucket in unit.buckets:
+            if unit.is_current and not bucket.seen:
+                bucket.show(True)
 
     def _make_whole(self, unit):
         """Gather unit, unless it is current, and wait."""
@@ -590,8 +581,8 @@ class Zero1(Reducer):
         """Wait also for units that were skipped."""
         for unit in self._units:
             self._finish_gather(unit)  # a shard must not change while it is being sent
-        for bucket in () if torch.is_grad_enabled() else self._sharded:
-            bucket.hide()
+        for unit in () if torch.is_grad_enabled() else self._units:
+            unit.hide()
 
     # ---- backward: reduce gradients to the owners of the shards
 
@@ -611,8 +602,8 @@ class Zero1(Reducer):
         super()._end_backward()
         for bucket in self._buckets:
             bucket.note_gradients()
-        for bucket in () if self._entered else self._sharded:
-            bucket.hide()
+        for unit in () if self._entered else self._units:
+            unit.hide()
 
     def _reduce(self, bucket):
         """Start to send each rank its chunk of bucket -> a function that waits and adds."""
@@ -811,7 +802,6 @@ class Zero3(Zero2):
                   for bucket in unit.buckets]  # all or, where memory is out, none
         for bucket, whole in zip(unit.buckets, wholes):
             bucket.whole = whole
-            bucket.point()
             self._bucket_at[whole.untyped_storage()._cdata] = bucket
         self._gather(unit)
 
@@ -825,7 +815,7 @@ class Zero3(Zero2):
         for bucket in unit.buckets:
             del self._bucket_at[bucket.whole.untyped_storage()._cdata]
             bucket.whole = None
-            bucket.point()
+            bucket.show(False)
 
     def _free_all(self):
         for unit in self._units:
