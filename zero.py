@@ -80,23 +80,21 @@ class ShardedBucket(Bucket):
         master     (S,) in the parameters' own dtype; the optimizer's shards are views of it
         gradients  (W S,) in reduce_dtype: this rank's gradients, or None
         mean       (S,) as master: the mean over ranks; the shards' `.grad` are views of it
-        filled     {parameter whose gradient is in gradients, and is not yet reduced: the version
-                   of its shard's `.grad` when the backward that brought it ended}
+        filled     parameters whose gradient is in gradients, and is not yet reduced
 
     Where whole is kept, master can be its own chunk; likewise mean of gradients.
     """
 
     def __init__(self, unit, parameters, rank, W, device, param_dtype, reduce_dtype):
         self.unit, self.rank, self.device, self.dtype = unit, rank, device, parameters[0].dtype
-        self.param_dtype, self.reduce_dtype = (
-            given if given is not None and self.dtype.is_floating_point else self.dtype
-            for given in (param_dtype, reduce_dtype))
+        given = (param_dtype, reduce_dtype) if self.dtype.is_floating_point else (None, None)
+        self.param_dtype, self.reduce_dtype = (dtype or self.dtype for dtype in given)
         align = ALIGN_BYTES // min(self.dtype.itemsize, self.param_dtype.itemsize)
         super().__init__(parameters, align)
         self.size = max(1, -(-self.n // W))  # S
         self.n = W * self.size
         self.whole = self.master = self.mean = None
-        self.shards, self.filled = {}, {}  # shards: {parameter: the optimizer's}
+        self.shards, self.filled = {}, set()  # shards: {parameter: the optimizer's}
         self.seen, self.homes, self.trained = {}, {}, {}
 
     def own_chunk(self, buffer):
@@ -141,6 +139,8 @@ class ShardedBucket(Bucket):
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
         view = self.view(p, self.gradients)
+        if self.shards[p].grad is None:  # zero_grad() was called since no_sync() has filled it
+            self.filled.discard(p)
         if p in self.filled:
             view.add_(0 if p.grad is None else p.grad).mul_(scale)
         elif p.grad is None:
@@ -148,7 +148,7 @@ class ShardedBucket(Bucket):
         else:
             torch.mul(p.grad.to(view.dtype), scale, out=view)  # a product in 16 bits would round
         if p.grad is not None:
-            self.filled[p] = 0
+            self.filled.add(p)
             p.grad = None
         return p in self.filled
 
@@ -219,9 +219,8 @@ class Unit:
 
 # Attributes of a parameter that are its value or a view of it, and methods that do not read it.
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-QUESTIONS = {"size", "dim", "numel", "nelement", "stride", "element_size", "is_floating_point",
-             "data_ptr", "untyped_storage", "requires_grad_", "register_hook",
-             "register_post_accumulate_grad_hook"}
+QUESTIONS = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "data_ptr",
+             "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
 REDUCTIONS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "max", "min", "dot"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"  # optimizers
 
@@ -306,23 +305,14 @@ class GuardedBucket(ShardedBucket):
                 raise RuntimeError(f"{p.full_name}: a shard's hooks are not called: hook the module's "
                                    f"parameter")
 
-    def note_gradients(self):
+    def mark_gradients(self):
         """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
-        its gradient back, so that zero_grad() of an optimizer leaves a trace."""
+        its gradient back, so that zero_grad() of an optimizer can be seen."""
         for p, shard in self.shards.items():
-            if p in self.filled:
-                shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
-                self.filled[p] = shard.grad._version
+            if shard.grad is None and p in self.filled:
+                shard.grad = torch.zeros_like(shard)
             if shard.grad is not None:
                 shard.grad.__class__ = Part
-
-    def drop_zeroed(self):
-        """Drop gradients after which zero_grad() was called; return whether others are left."""
-        for p, version in [*self.filled.items()]:
-            gradient = self.shards[p].grad
-            if gradient is None or gradient._version != version and not gradient.any():
-                del self.filled[p]
-        return bool(self.filled)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -484,7 +474,7 @@ class Zero1(Reducer):
         changes shards, so nobody is to read the parameters any more."""
         given = {p for group in optimizer.param_groups for p in group["params"]}
         buckets = [b for b in self._sharded if not given.isdisjoint(b.shards.values())]
-        held, name = [b for b in buckets if b.drop_zeroed()], type(optimizer).__name__
+        name, held = type(optimizer).__name__, any(bucket.filled for bucket in buckets)
         for wrong, fact in (
                 (given & self._bucket_of.keys(), "has the module's parameters: pass parameters()"),
                 (held, "steps while no_sync() holds gradients back: the last backward ends it"),
@@ -595,13 +585,12 @@ class Zero1(Reducer):
             for shard, mean in bucket.targets.values():
                 if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
                     shard.grad = mean.clone()
-            bucket.drop_zeroed()
 
     def _end_backward(self):
         """Give the shards their means. Outside of a forward nobody reads parameters now."""
         super()._end_backward()
         for bucket in self._buckets:
-            bucket.note_gradients()
+            bucket.mark_gradients()
         for unit in () if self._entered else self._units:
             unit.hide()
 
@@ -677,9 +666,8 @@ class Zero1(Reducer):
 
         Costs the memory of the whole model on every rank; `full_parameters` does not.
         """
-        names = {p: name for name, p in self.module.named_parameters()}
         whole = dict(self.full_parameters())
-        return {name: whole[names[t]] if t in names else t.clone()
+        return {name: whole[t.full_name] if t in self._bucket_of else t.clone()
                 for name, t in self.module.state_dict(keep_vars=True).items()}
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
