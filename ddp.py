@@ -281,9 +281,8 @@ class Reducer(torch.nn.Module):
         Return a tag, by which messages differ from those of other wrappers."""
         tensors = (*self.module.named_parameters(), *self.module.named_buffers())
         lines = [f"{self._get_name()} {options}"]
-        for name, t in tensors:
-            strides = torch.empty_like(t, device="meta").stride()
-            lines.append((name, t.shape, f"{strides=}", t.dtype, t.requires_grad))
+        lines += [(name, t.shape, t.dtype, t.requires_grad,
+                   torch.empty_like(t, device="meta").stride()) for name, t in tensors]
         views = [None] * self.world_size  # the id of an object is no other's while it lives
         dist.all_gather_object(views, (id(self) % 2**30, lines), group=self.process_group)
         tags, views = zip(*views)
@@ -295,13 +294,13 @@ class Reducer(torch.nn.Module):
 
     def _track(self, buckets):
         """From now on move the gradients of these buckets' parameters into them."""
-        self._buckets, handles = buckets, []
+        self._buckets = buckets
         self._names = {p: name for name, p in self.module.named_parameters()
                        if p.requires_grad and p in self._bucket_of}
         for p in self._names:
-            handles += (p.register_hook(weakly(self._notice_backward)),
-                        p.register_post_accumulate_grad_hook(weakly(self._on_gradient)))
-        weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+            for handle in (p.register_hook(weakly(self._notice_backward)),
+                           p.register_post_accumulate_grad_hook(weakly(self._on_gradient))):
+                weakref.finalize(self, handle.remove)  # or the module would look wrapped for ever
         # What autograd runs to add to p.grad. Kept, or it would make another for each backward.
         self._nodes = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self._names}
 
@@ -313,8 +312,6 @@ class Reducer(torch.nn.Module):
             if (p.requires_grad and len(p._post_accumulate_grad_hooks or ()) != 1
                     and isinstance(p, torch.nn.Parameter) and name not in self._ignored):
                 self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
-        if self._averages is not None:
-            self._refuse("the last backward raised, and left parts of gradients: call zero_grad()")
         if self._sync_buffers and self.broadcast_buffers:
             broadcast([t for name, t in self.module.named_buffers() if name not in self._ignored],
                       self.process_group)
@@ -363,7 +360,7 @@ class Reducer(torch.nn.Module):
         is also called by torch.autograd.grad(), which accumulates nothing that could be averaged:
         then `_will_engine_execute_node` raises."""
         task = torch._C._current_graph_task_id()  # the engine's number of this backward
-        if task != self._task:
+        if task not in (self._task, -1):
             if self._averages is not None:
                 self._refuse("no support of a backward inside another (use_reentrant=True), nor "
                              "after one that raised (call zero_grad())")
@@ -438,8 +435,8 @@ class Reducer(torch.nn.Module):
         unused = [name for (p, name), n in zip(self._names.items(), n_ranks)
                   if p.requires_grad and n < self.world_size]
         if unused and not self.find_unused_parameters:
-            self._refuse(f"no gradient in this backward, on some rank, for {unused}: freeze them, or "
-                         f"pass find_unused_parameters=True, or use_reentrant=False")
+            self._refuse(f"no gradient in this backward, on some rank, for {unused}: freeze them, "
+                         f"or pass find_unused_parameters=True, or use_reentrant=False")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -620,14 +617,12 @@ def top_k_hook(state, bucket):
     The residual costs 4 Psi bytes. With ratio 1 the bits are those of the exchange without a hook.
     """
     W, flat = dist.get_world_size(state.process_group), bucket.buffer()
+    ratio = state.ratio if state.iter >= state.start_iter else 1
     state.iter += bucket.is_last()
-    if state.iter - bucket.is_last() < state.start_iter:
-        all_reduce(flat.mul_(1 / W), state.process_group)()
-        return completed(flat)
     gradients = list(zip(bucket.parameters(), bucket.gradients()))
     for p, gradient in gradients:
         gradient += state.residual.get(p, 0)
-    index = flat.abs().topk(math.ceil(state.ratio * len(flat)), sorted=False).indices.int()
+    index = flat.abs().topk(math.ceil(ratio * len(flat)), sorted=False).indices.int()
     value = flat[index] * (1 / W)
     indices, values = ([torch.empty_like(t) for _ in range(W)] for t in (index, value))
     dist.all_gather(indices, index, group=state.process_group)

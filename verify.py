@@ -1269,7 +1269,7 @@ def keeps_the_gradients_of_a_critic(s):
     s.optimizer.step()
 
 
-@script("the last backward raised", "the last backward raised")
+@script("after one that raised", "after one that raised")
 def catches_an_error_in_the_backward(s):
     s.loss().backward()
     with s.module.blocks[1].register_full_backward_pre_hook(planted):

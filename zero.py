@@ -219,9 +219,9 @@ class Unit:
 
 # Attributes of a parameter that are its value or a view of it, and methods that do not read it.
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-QUESTIONS = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "data_ptr",
-             "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-REDUCTIONS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "max", "min", "dot"}
+QUESTIONS = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "requires_grad_",
+             "untyped_storage", "data_ptr", "register_hook", "register_post_accumulate_grad_hook"}
+NORMS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"  # optimizers
 
 
@@ -242,8 +242,8 @@ class Absent(torch.nn.Parameter):
                 return function(*args, **kwargs or {})
             if name in ("copy_", "data") and len(args) == 2 and type(args[1]) is not cls:
                 return p.bucket.write(p, args[1])
-        raise RuntimeError(f"{name} of {getattr(p, 'full_name', 'one')}: a parameter has a value in a "
-                           f"forward and the backward after it; else use parameters() or "
+        raise RuntimeError(f"{name} of {getattr(p, 'full_name', 'one')}: a parameter has a value "
+                           f"in a forward and the backward after it; elsewhere use parameters() or "
                            f"full_parameters() of the wrapper")
 
 
@@ -252,7 +252,7 @@ class Part(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function.__name__ in REDUCTIONS:
+        if function.__name__ in NORMS:
             raise RuntimeError(f"{function.__name__}() of the gradient of a shard would be that of "
                                f"one rank's part: use clip_grad_norm_() of the wrapper")
         with torch._C.DisableTorchFunctionSubclass():
@@ -302,8 +302,8 @@ class GuardedBucket(ShardedBucket):
                 p.requires_grad = shard.requires_grad
             self.trained[p] = shard.requires_grad = p.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
-                raise RuntimeError(f"{p.full_name}: a shard's hooks are not called: hook the module's "
-                                   f"parameter")
+                raise RuntimeError(f"{p.full_name}: a shard's hooks are not called: hook the "
+                                   f"parameter of the module")
 
     def mark_gradients(self):
         """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
@@ -744,8 +744,8 @@ class Zero3(Zero2):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._course = collections.deque()  # units that this forward or backward has yet to gather
-        self._last_taken = None  # the unit that was last taken from it
-        self._older = self._newer = None  # units that are whole beside the root
+        # The unit that was last taken from it; the units that are whole beside the root.
+        self._last_taken = self._older = self._newer = None
         self._bucket_at = {}  # memory -> the bucket whose whole parameters are there
         self._notes = []  # contexts of the forwards under way, in which notes are taken
         self._way_back = [self._root, *self._units[:0:-1]]
@@ -889,8 +889,7 @@ class Zero3(Zero2):
         """What `_pack` was given: a weight from its unit, which is gathered again."""
         bucket, kept, version = note
         if bucket is not None:
-            if in_backward():
-                self._notice_backward()
+            self._notice_backward()
             self._make_whole(bucket.unit)
             t, found = bucket.whole.as_strided(*kept), bucket.unit.version
         elif outer:
