@@ -30,6 +30,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import math
+import sys
 import time
 import types
 import weakref
@@ -370,6 +371,11 @@ class Reducer(torch.nn.Module):
     def _begin_backward(self):
         """Find out which gradients this backward will bring, and whether it averages."""
         self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
+        for bucket in self._buckets:
+            for p, (owner, mean) in bucket.targets.items():
+                if owner.grad is not mean and sys.getrefcount(mean) > 3:  # a script has kept it
+                    bucket.targets[p] = owner, mean.detach()
+                    mean.data = mean.clone()
         for bucket in self._buckets if self.require_backward_grad_sync else ():
             # Only parameters that this backward reaches: others must not delay the bucket.
             bucket.pending = {p for p in bucket.places
@@ -461,8 +467,7 @@ class DDP(Reducer):
     RuntimeError on every rank where ranks wrap modules that differ in names, shapes, strides,
     dtypes or frozen parameters. Wrap last: freezing, casting and moving come before. Every backward
     that reaches a parameter is averaged, that of `model.module(x)` too, unless it runs in
-    no_sync(). `.grad` lives in a bucket: clone what has to outlive the next backward. With a comm
-    hook, no other wrapper of the same group may take part in the same backward. A copy, by deepcopy
+    no_sync(). With a comm hook, no other wrapper of the same group may take part in the same backward. A copy, by deepcopy
     or pickle, is wrapped without communication, as with init_sync=False; two such may not take part
     in the same backward.
     """
