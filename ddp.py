@@ -37,7 +37,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 
 # -------------------------------------------------------------------------------------------------
@@ -60,9 +59,8 @@ def average_gradients(module, process_group=None):
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         # Before the sum, which could overflow in fp16. A division has other bits at W = 3.
         p.grad.mul_(1 / W)
-        own = p.grad.contiguous()
-        contributions = [torch.empty_like(own) for _ in range(W)]
-        dist.all_gather(contributions, own, group=process_group)
+        contributions = list(p.grad.new_empty(W, *p.shape))
+        dist.all_gather(contributions, p.grad.contiguous(), group=process_group)
         add_in_rank_order(contributions, out=p.grad)
 
 
@@ -179,7 +177,6 @@ class Bucket:
 
         places     {parameter: (its shape, its strides when packed, its first element in it)}
         gradients  (n,), the flat buffer, or None while there is no memory for it
-        pending    parameters whose gradients this backward has yet to bring
         targets    {parameter: (the tensor whose `.grad` becomes the mean, the mean)}
     """
 
@@ -188,7 +185,7 @@ class Bucket:
         for p in parameters:
             self.places[p] = p.shape, torch.empty_like(p, device="meta").stride(), self.n
             self.n += -(-p.numel() // align) * align
-        self.gradients, self.pending, self.targets = None, set(), {}
+        self.gradients, self.targets = None, {}
 
     def view(self, p, buffer):
         """All of p in a buffer of n elements."""
@@ -350,7 +347,7 @@ class Reducer(torch.nn.Module):
         if torch.is_grad_enabled() or p.grad is not None and p.grad.is_sparse:
             self._refuse(f"{self._names[p]}: no support of create_graph and of sparse gradients")
         bucket = self._bucket_of[p]
-        bucket.pending.discard(p)
+        self._pending.discard(p)
         # None: autograd has reached p, but left its gradient undefined.
         if bucket.put(p, self._scale if self._averages else 1.0) or not self.find_unused_parameters:
             self._used.add(p)
@@ -376,17 +373,17 @@ class Reducer(torch.nn.Module):
                 if owner.grad is not mean and sys.getrefcount(mean) > 3:  # a script has kept it
                     bucket.targets[p] = owner, mean.detach()
                     mean.data = mean.clone()
-        for bucket in self._buckets if self.require_backward_grad_sync else ():
-            # Only parameters that this backward reaches: others must not delay the bucket.
-            bucket.pending = {p for p in bucket.places
-                              if torch._C._will_engine_execute_node(self._nodes[p])}
-        self._averages = self.require_backward_grad_sync and any(b.pending for b in self._buckets)
+        # Only parameters that this backward reaches: others must not delay their bucket. For
+        # torch.autograd.grad() of one the engine raises, as nothing would average.
+        self._pending = {p for p, node in self._nodes.items() if self.require_backward_grad_sync
+                         and torch._C._will_engine_execute_node(node)}
+        self._averages = bool(self._pending)
         self._to_launch = collections.deque(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _is_ready(self, bucket):
         """Whether bucket has all the gradients that this backward brings."""
-        return not bucket.pending
+        return self._pending.isdisjoint(bucket.places)
 
     def _launch(self, at_end=False):
         """Start to reduce buckets, as far as they are ready. In their order, which all ranks have
@@ -397,7 +394,7 @@ class Reducer(torch.nn.Module):
                 if p not in self._used and bucket.put(p, self._scale):
                     self._used.add(p)  # no_sync() has held a gradient back
             what = f"reduce the bucket from {self._names[next(iter(bucket.places))]} on"
-            with record_function(f"start: {what}"):
+            with torch.profiler.record_function(f"start: {what}"):
                 wait = self._reduce(bucket)
             # On CPU a thread waits, and adds up what has arrived; on CUDA streams do both.
             wait = wait if bucket.gradients.is_cuda else self._thread.submit(wait).result
@@ -412,7 +409,7 @@ class Reducer(torch.nn.Module):
         """Call wait(): time it, name it in a profile, and in an error."""
         start_s = time.perf_counter()
         try:
-            with record_function(f"wait: {what}"):
+            with torch.profiler.record_function(f"wait: {what}"):
                 return wait()
         except RuntimeError as error:
             raise RuntimeError(f"rank {dist.get_rank()} could not {what} (has another rank died, "
@@ -481,8 +478,7 @@ class DDP(Reducer):
         super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}",
                          init_sync)
         self.device_ids, self.bucket_cap_mb = device_ids, bucket_cap_mb
-        self.broadcast_buffers = broadcast_buffers
-        self._comm_hook = self.comm_state = None
+        self.broadcast_buffers, self._comm_hook, self.comm_state = broadcast_buffers, None, None
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = *module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())
         tensors = [t for name, t in named if name not in self._ignored]
@@ -540,10 +536,8 @@ class DDP(Reducer):
         bucket has the methods of torch.distributed.GradBucket. On CPU the hook runs on a thread,
         beside the backward.
         """
-        if not callable(hook):
-            raise TypeError("DDP: a comm hook must be callable")
-        if self._comm_hook is not None:
-            self._refuse("register_comm_hook() can be called only once")
+        if self._comm_hook is not None or not callable(hook):
+            raise TypeError("DDP: a comm hook must be callable, and registered only once")
         self.comm_state, self._comm_hook, self._scale = state, hook, 1.0
 
     def full_parameters(self):

@@ -44,8 +44,6 @@ import math
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.profiler import record_function
-from torch.utils._pytree import tree_map_only
 
 from ddp import (Bucket, HierarchicalState, Reducer, add_in_rank_order, all_gather, all_reduce,
                  broadcast, fill_buckets, in_backward, reduce_scatter, weakly)
@@ -219,8 +217,9 @@ class Unit:
 
 # Attributes of a parameter that are its value or a view of it, and methods that do not read it.
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-QUESTIONS = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "requires_grad_",
-             "untyped_storage", "data_ptr", "register_hook", "register_post_accumulate_grad_hook"}
+QUESTIONS = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "data_ptr",
+             "untyped_storage", "requires_grad_", "register_hook",
+             "register_post_accumulate_grad_hook"}
 NORMS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"  # optimizers
 
@@ -511,7 +510,7 @@ class Zero1(Reducer):
             self._begin_forward(module)
         self._use(unit)
         if self.param_dtype is not None and module is unit.module:
-            return tree_map_only(
+            return torch.utils._pytree.tree_map_only(
                 torch.Tensor, lambda t: t.to(self.param_dtype) if t.is_floating_point() else t,
                 (inputs, kwargs))
 
@@ -541,7 +540,7 @@ class Zero1(Reducer):
         unit.is_current = True
         unit.hide()
         unit.refuse_old_graphs()
-        with record_function(f"start: gather {unit.name}"):
+        with torch.profiler.record_function(f"start: gather {unit.name}"):
             for bucket in unit.buckets:
                 if not bucket.lies_in(bucket.master, bucket.whole):
                     # This is the cast, before the gather: half the bytes in bf16.
@@ -571,8 +570,8 @@ class Zero1(Reducer):
         """Wait also for units that were skipped."""
         for unit in self._units:
             self._finish_gather(unit)  # a shard must not change while it is being sent
-        for unit in () if torch.is_grad_enabled() else self._units:
-            unit.hide()
+            if not torch.is_grad_enabled():
+                unit.hide()
 
     # ---- backward: reduce gradients to the owners of the shards
 
