@@ -197,8 +197,7 @@ class Unit:
     def hide(self):
         """Let nobody read its parameters."""
         for bucket in self.buckets:
-            if bucket.seen:
-                bucket.show(False)
+            bucket.show(False)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -240,7 +239,7 @@ class Absent(torch.nn.Parameter):
             if name in QUESTIONS or is_attribute and name not in VALUES:
                 return function(*args, **kwargs or {})
             if name in ("copy_", "data") and len(args) == 2 and type(args[1]) is not cls:
-                return p.bucket.write(p, args[1])
+                return p.bucket.shards[p].detach().copy_(p.bucket.part_of(p, args[1]))
         raise RuntimeError(f"{name} of {getattr(p, 'full_name', 'one')}: a parameter has a value "
                            f"in a forward and the backward after it; elsewhere use parameters() or "
                            f"full_parameters() of the wrapper")
@@ -269,40 +268,31 @@ class GuardedBucket(ShardedBucket):
         trained  {parameter: whether it and its shard require a gradient}
     """
 
-    @torch.no_grad()
-    def write(self, p, value):
-        """Write this rank's part of value, which has the shape of p, to its shard."""
-        self.shards[p].copy_(self.part_of(p, value))
-
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def show(self, is_there):
         """Point the parameters at whole or, where there is none, at a nan that is expanded to their
-        shape and takes no memory; let them be read if is_there. What a forward has written to one
-        is written to its shard."""
+        shape and takes no memory; let them be read if is_there. Before that take to the shards what
+        a forward has written to parameters, and a script has put in the place of shards."""
         nothing = torch.full((), math.nan, device=self.device).to(self.param_dtype)
         for p, (shape, *_) in self.places.items():
             p.__class__ = p.kind
-            value, seen = p.data, self.seen.pop(p, None)
-            if seen is not None and seen != (p.data_ptr(), p._version):
-                self.write(p, value)
+            shard, value, seen = self.shards[p], p.data, self.seen.pop(p, None)
             p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
-            if is_there:
-                self.seen[p] = p.data_ptr(), p._version
-            else:
-                p.__class__ = Absent
-
-    def settle(self):
-        """Where a forward begins: take in what was done to shards."""
-        for p, shard in self.shards.items():
             if shard.data_ptr() != self.homes[p]:
-                value, shard.data = shard.data, self.shard_view(p, self.master)
-                shard.detach().copy_(value)
+                replaced, shard.data = shard.data, self.shard_view(p, self.master)
+                shard.detach().copy_(replaced)
+            if seen is not None and seen != (value.data_ptr(), p._version):
+                shard.detach().copy_(self.part_of(p, value))
             if shard.requires_grad != self.trained[p]:
                 p.requires_grad = shard.requires_grad
             self.trained[p] = shard.requires_grad = p.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
                 raise RuntimeError(f"{p.full_name}: a shard's hooks are not called: hook the "
                                    f"parameter of the module")
+            if is_there:
+                self.seen[p] = p.data_ptr(), p._version
+            else:
+                p.__class__ = Absent
 
     def mark_gradients(self):
         """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
@@ -503,8 +493,8 @@ class Zero1(Reducer):
         if in_backward():
             self._notice_backward()
         elif len(self._entered) == 1:
-            for bucket in self._sharded:
-                bucket.settle()
+            for each in self._units:
+                each.hide()
             self._prepare_forward()
             self._task = None if torch.is_grad_enabled() else self._task
             self._begin_forward(module)
@@ -538,7 +528,6 @@ class Zero1(Reducer):
         if unit.is_current:
             return
         unit.is_current = True
-        unit.hide()
         unit.refuse_old_graphs()
         with torch.profiler.record_function(f"start: gather {unit.name}"):
             for bucket in unit.buckets:
@@ -648,8 +637,8 @@ class Zero1(Reducer):
         """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding a
         bucket or two. A collective: every rank has to go through all of it."""
         gathered = None
-        for bucket in self._sharded:
-            bucket.settle()
+        for unit in self._units:
+            unit.hide()
         for name, p in self.module.named_parameters():
             bucket = self._bucket_of[p]
             if bucket is not gathered:
@@ -798,7 +787,6 @@ class Zero3(Zero2):
             return
         self._finish_gather(unit)  # on a rank that skips unit nothing else waits for it
         unit.is_current = False
-        unit.hide()
         for bucket in unit.buckets:
             del self._bucket_at[bucket.whole.untyped_storage()._cdata]
             bucket.whole = None
