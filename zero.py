@@ -122,7 +122,6 @@ class ShardedBucket(Bucket):
             shard = torch.nn.Parameter(self.shard_view(p, self.master).data, p.requires_grad)
             vars(shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
             self.shards[p], self.homes[p] = shard, shard.data_ptr()
-            self.trained[p] = p.requires_grad
 
     def part_of(self, p, value):
         """This rank's part of value, which has the shape of p: (n, 1, ..., 1), as its shard."""
@@ -283,7 +282,7 @@ class GuardedBucket(ShardedBucket):
                 shard.detach().copy_(replaced)
             if seen is not None and seen != (value.data_ptr(), p._version):
                 shard.detach().copy_(self.part_of(p, value))
-            if shard.requires_grad != self.trained[p]:
+            if shard.requires_grad != self.trained.get(p, p.requires_grad):
                 p.requires_grad = shard.requires_grad
             self.trained[p] = shard.requires_grad = p.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
@@ -635,18 +634,18 @@ class Zero1(Reducer):
     @torch.no_grad()
     def full_parameters(self):
         """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding a
-        bucket or two. A collective: every rank has to go through all of it."""
-        gathered = None
+        unit. A collective: every rank has to go through all of it."""
         for unit in self._units:
             unit.hide()
+        wholes = {}  # of buckets of one unit
         for name, p in self.module.named_parameters():
-            bucket = self._bucket_of[p]
-            if bucket is not gathered:
-                gathered = bucket
-                flat = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
-                bucket.own_chunk(flat).copy_(bucket.master)
-                all_gather(flat, self.shard_group, self._tag)()
-            yield name, bucket.view(p, flat).clone()
+            if p.bucket not in wholes:
+                wholes = {b: t for b, t in wholes.items() if b.unit is p.bucket.unit}
+                whole = torch.empty(p.bucket.n, dtype=p.bucket.dtype, device=self._device)
+                p.bucket.own_chunk(whole).copy_(p.bucket.master)
+                all_gather(whole, self.shard_group, self._tag)()
+                wholes[p.bucket] = whole
+            yield name, p.bucket.view(p, wholes[p.bucket]).clone()
 
     @torch.no_grad()
     def full_state_dict(self):
@@ -861,6 +860,7 @@ class Zero3(Zero2):
         return torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, outer),
                                                         functools.partial(self._unpack, outer))
 
+    @torch.compiler.disable  # or it would be compiled for each tensor
     def _pack(self, outer, t):
         """A tensor that autograd saves -> a note: its bucket, its place there, the version of the
         unit; or, if it is of no whole unit, None, the tensor, its version."""
