@@ -177,7 +177,7 @@ class Bucket:
 
         places     {parameter: (its shape, its strides when packed, its first element in it)}
         gradients  (n,), the flat buffer, or None while there is no memory for it
-        targets    {parameter: (the tensor whose `.grad` becomes the mean, the mean)}
+        targets    {parameter: (the tensor whose `.grad` becomes the mean, the mean, its address)}
     """
 
     def __init__(self, parameters, align=1):
@@ -191,10 +191,17 @@ class Bucket:
         """All of p in a buffer of n elements."""
         return buffer.as_strided(*self.places[p])
 
+    def mean_of(self, p):
+        return self.view(p, self.gradients)
+
+    def set_target(self, p, owner, mean):
+        """From now on the mean is there, in the buffer, and becomes owner's `.grad`."""
+        self.targets[p] = owner, mean, mean.data_ptr()
+
     def put(self, p, scale):
         """Move p.grad, times scale, into the buffer; then `p.grad` is a view of it. Returns whether
         there is a gradient."""
-        _, view = self.targets[p]
+        _, view, _ = self.targets[p]
         if p.grad is None:
             view.zero_()  # not used here, maybe elsewhere
         elif p.grad is view:
@@ -369,10 +376,11 @@ class Reducer(torch.nn.Module):
         """Find out which gradients this backward will bring, and whether it averages."""
         self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
         for bucket in self._buckets:
-            for p, (owner, mean) in bucket.targets.items():
+            for p, (owner, mean, address) in bucket.targets.items():
                 if owner.grad is not mean and sys.getrefcount(mean) > 3:  # a script has kept it
-                    bucket.targets[p] = owner, mean.detach()
                     mean.data = mean.clone()
+                if mean.data_ptr() != address:  # or has replaced its .data
+                    bucket.set_target(p, owner, bucket.mean_of(p))
         # Only parameters that this backward reaches: others must not delay their bucket. For
         # torch.autograd.grad() of one the engine raises, as nothing would average.
         self._pending = {p for p, node in self._nodes.items() if self.require_backward_grad_sync
@@ -431,7 +439,7 @@ class Reducer(torch.nn.Module):
         n_ranks = self._wait_for("agree on use", lambda: count_ranks(
             flags, next(iter(self._names)), self.process_group))
         for p in itertools.compress(self._names, n_ranks):
-            owner, mean = self._bucket_of[p].targets[p]
+            owner, mean, _ = self._bucket_of[p].targets[p]
             if owner.grad is not None and owner.grad is not mean:
                 mean += owner.grad  # of a loss over the shards of ZeRO
             owner.grad = mean
@@ -464,17 +472,16 @@ class DDP(Reducer):
     RuntimeError on every rank where ranks wrap modules that differ in names, shapes, strides,
     dtypes or frozen parameters. Wrap last: freezing, casting and moving come before. Every backward
     that reaches a parameter is averaged, that of `model.module(x)` too, unless it runs in
-    no_sync(). With a comm hook, no other wrapper of the same group may take part in the same backward. A copy, by deepcopy
-    or pickle, is wrapped without communication, as with init_sync=False; two such may not take part
-    in the same backward.
+    no_sync(). With a comm hook, nothing else may communicate in the same group during a backward.
+    A copy, by deepcopy or pickle, is wrapped without communication, as with init_sync=False; two
+    such may not take part in the same backward.
     """
 
     shard_group = None  # the ranks over which parameters are sharded: in DDP they are not
 
-    def __init__(self, module, device_ids=None, process_group=None, bucket_cap_mb=25,
-                 find_unused_parameters=False, broadcast_buffers=True, init_sync=True,
-                 output_device=None, gradient_as_bucket_view=False, static_graph=False, dim=0,
-                 check_reduction=False):
+    def __init__(self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=True,
+                 init_sync=True, process_group=None, bucket_cap_mb=25, find_unused_parameters=False,
+                 check_reduction=False, gradient_as_bucket_view=False, static_graph=False):
         super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}",
                          init_sync)
         self.device_ids, self.bucket_cap_mb = device_ids, bucket_cap_mb
@@ -482,7 +489,7 @@ class DDP(Reducer):
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = *module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())
         tensors = [t for name, t in named if name not in self._ignored]
-        trained = [t for t in tensors if t.requires_grad]
+        trained = [t for t in tensors if t.requires_grad and isinstance(t, torch.nn.Parameter)]
         if len({p.device for p in trained}) != 1:
             self._refuse("what requires a gradient is not on one device")
         lists = fill_buckets(trained[::-1], int((bucket_cap_mb or 25) * 2**20))
@@ -491,7 +498,8 @@ class DDP(Reducer):
         self._track(buckets)
         for bucket in buckets:
             bucket.gradients = next(iter(bucket.places)).new_zeros(bucket.n)
-            bucket.targets = {p: (p, bucket.view(p, bucket.gradients)) for p in bucket.places}
+            for p in bucket.places:
+                bucket.set_target(p, p, bucket.mean_of(p))
         broadcast(tensors if init_sync else [], self.process_group)
 
     def __getstate__(self):
@@ -523,6 +531,7 @@ class DDP(Reducer):
             gradients=lambda: [bucket.view(p, buffers[-1]) for p in bucket.places],
             set_buffer=buffers.append)
 
+        @torch.no_grad()
         def start():
             future = self._comm_hook(self.comm_state, grad_bucket)
             return lambda: bucket.gradients.copy_(future.wait())

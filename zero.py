@@ -149,6 +149,9 @@ class ShardedBucket(Bucket):
             p.grad = None
         return p in self.filled
 
+    def mean_of(self, p):
+        return self.shard_view(p, self.mean)
+
     def mean_so_far(self):
         """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing. From now
         on they are None, unless a loss over shards brings them another."""
@@ -157,7 +160,7 @@ class ShardedBucket(Bucket):
             self.shards[p].grad = None
         if not found:
             return []
-        if all(found.get(p) is mean for p, (_, mean) in self.targets.items()):
+        if all(found.get(p) is mean for p, (_, mean, _) in self.targets.items()):
             return [self.mean]
         together = torch.zeros_like(self.master)
         for p, gradient in found.items():
@@ -569,7 +572,7 @@ class Zero1(Reducer):
         for unit in self._units:
             unit.refuse_old_graphs()
         for bucket in self._buckets:
-            for shard, mean in bucket.targets.values():
+            for shard, mean, _ in bucket.targets.values():
                 if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
                     shard.grad = mean.clone()
 
@@ -586,8 +589,8 @@ class Zero1(Reducer):
         self._finish()  # one bucket at a time, which bounds the memory in flight
         if bucket.mean is None:
             self._keep_gradients(bucket)
-            bucket.targets = {p: (shard, bucket.shard_view(p, bucket.mean))
-                            for p, shard in bucket.shards.items()}
+            for p, shard in bucket.shards.items():
+                bucket.set_target(p, shard, bucket.mean_of(p))
         self._used.update(p for p, shard in bucket.shards.items() if shard.grad is not None)
         before = [t.to(self._device) for t in bucket.mean_so_far()]
         wait = reduce_scatter(bucket.gradients, self.shard_group, self._tag + 1)
