@@ -221,7 +221,7 @@ VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 QUESTIONS = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "data_ptr",
              "untyped_storage", "requires_grad_", "register_hook",
              "register_post_accumulate_grad_hook"}
-NORMS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum"}
+WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "__setitem__"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"  # optimizers
 
 
@@ -252,7 +252,7 @@ class Part(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function.__name__ in NORMS:
+        if function.__name__ in WHOLE_ONLY:
             raise RuntimeError(f"{function.__name__}() of the gradient of a shard would be that of "
                                f"one rank's part: use clip_grad_norm_() of the wrapper")
         with torch._C.DisableTorchFunctionSubclass():
@@ -260,6 +260,9 @@ class Part(torch.Tensor):
         if type(result) is torch.Tensor and not any(result is t for t in args):
             result.__class__ = cls
         return result
+
+    def __reduce_ex__(self, protocol):
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class GuardedBucket(ShardedBucket):
@@ -477,9 +480,10 @@ class Zero1(Reducer):
                 self._refuse(f"{name} {fact}")
         for bucket in buckets:
             bucket.show(False)
-        for p in given:
+        # Those of torch work element by element, and a Part would cost them time.
+        for p in given if type(optimizer).__module__.startswith("torch.optim.") else ():
             if type(p.grad) is Part:
-                p.grad.__class__ = torch.Tensor  # it would cost the optimizer time
+                p.grad.__class__ = torch.Tensor
 
     # ---- forward: gather what the optimizer has changed
 
