@@ -238,6 +238,9 @@ class Absent(torch.nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if is_attribute and name == "grad" and not in_backward():
                 return function(p.bucket.shards[p], *args[1:])
+            if name == "requires_grad_" or (name, len(args)) == ("requires_grad", 2):
+                p.bucket.trained.pop(p, None)
+                function(p.bucket.shards[p], *args[1:])
             if name in QUESTIONS or is_attribute and name not in VALUES:
                 return function(*args, **kwargs or {})
             if name in ("copy_", "data") and len(args) == 2 and type(args[1]) is not cls:
