@@ -485,13 +485,16 @@ class DDP(Reducer):
         super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}",
                          init_sync)
         self.device_ids, self.bucket_cap_mb = device_ids, bucket_cap_mb
-        self.broadcast_buffers, self._comm_hook, self.comm_state = broadcast_buffers, None, None
+        self.broadcast_buffers = broadcast_buffers is None or broadcast_buffers
+        self._comm_hook = self.comm_state = None
         self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = *module.named_parameters(), *(module.named_buffers() if broadcast_buffers else ())
-        tensors = [t for name, t in named if name not in self._ignored]
-        trained = [t for t in tensors if t.requires_grad and isinstance(t, torch.nn.Parameter)]
+        named = module.named_parameters(remove_duplicate=False)
+        tensors = list(dict.fromkeys(p for name, p in named if name not in self._ignored))
+        trained = [p for p in tensors if p.requires_grad]
+        tensors += [t for name, t in module.named_buffers()
+                    if self.broadcast_buffers and name not in self._ignored]
         if len({p.device for p in trained}) != 1:
-            self._refuse("what requires a gradient is not on one device")
+            self._refuse("parameters that require a gradient must exist, and be on one device")
         lists = fill_buckets(trained[::-1], int((bucket_cap_mb or 25) * 2**20))
         buckets = [Bucket(parameters) for parameters in lists]
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}

@@ -376,6 +376,9 @@ class Zero1(Reducer):
         self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
         self._entered = []  # the units of the forwards under way, the innermost last
+        addresses = [p.data_ptr() for p in module.parameters() if p.numel() and not p.is_meta]
+        if len(set(addresses)) < len(addresses):
+            self._refuse("two parameters share memory: tie them by assigning one to both modules")
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype)
         self._take_in_values(init_fn)
