@@ -177,7 +177,7 @@ class Bucket:
 
         places     {parameter: (its shape, its strides when packed, its first element in it)}
         gradients  (n,), the flat buffer, or None while there is no memory for it
-        targets    {parameter: (the tensor whose `.grad` becomes the mean, the mean, its address)}
+        targets    {parameter: (the tensor whose `.grad` becomes the mean, the mean)}
     """
 
     def __init__(self, parameters, align=1):
@@ -192,16 +192,13 @@ class Bucket:
         return buffer.as_strided(*self.places[p])
 
     def mean_of(self, p):
+        """The place of its mean."""
         return self.view(p, self.gradients)
-
-    def set_target(self, p, owner, mean):
-        """From now on the mean is there, in the buffer, and becomes owner's `.grad`."""
-        self.targets[p] = owner, mean, mean.data_ptr()
 
     def put(self, p, scale):
         """Move p.grad, times scale, into the buffer; then `p.grad` is a view of it. Returns whether
         there is a gradient."""
-        _, view, _ = self.targets[p]
+        _, view = self.targets[p]
         if p.grad is None:
             view.zero_()  # not used here, maybe elsewhere
         elif p.grad is view:
@@ -376,11 +373,12 @@ class Reducer(torch.nn.Module):
         """Find out which gradients this backward will bring, and whether it averages."""
         self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
         for bucket in self._buckets:
-            for p, (owner, mean, address) in bucket.targets.items():
+            for p, (owner, mean) in bucket.targets.items():
                 if owner.grad is not mean and sys.getrefcount(mean) > 3:  # a script has kept it
                     mean.data = mean.clone()
-                if mean.data_ptr() != address:  # or has replaced its .data
-                    bucket.set_target(p, owner, bucket.mean_of(p))
+                place = bucket.mean_of(p)
+                if mean.data_ptr() != place.data_ptr():  # or it has replaced its .data
+                    bucket.targets[p] = owner, place
         # Only parameters that this backward reaches: others must not delay their bucket. For
         # torch.autograd.grad() of one the engine raises, as nothing would average.
         self._pending = {p for p, node in self._nodes.items() if self.require_backward_grad_sync
@@ -439,7 +437,7 @@ class Reducer(torch.nn.Module):
         n_ranks = self._wait_for("agree on use", lambda: count_ranks(
             flags, next(iter(self._names)), self.process_group))
         for p in itertools.compress(self._names, n_ranks):
-            owner, mean, _ = self._bucket_of[p].targets[p]
+            owner, mean = self._bucket_of[p].targets[p]
             if owner.grad is not None and owner.grad is not mean:
                 mean += owner.grad  # of a loss over the shards of ZeRO
             owner.grad = mean
@@ -501,8 +499,7 @@ class DDP(Reducer):
         self._track(buckets)
         for bucket in buckets:
             bucket.gradients = next(iter(bucket.places)).new_zeros(bucket.n)
-            for p in bucket.places:
-                bucket.set_target(p, p, bucket.mean_of(p))
+            bucket.targets = {p: (p, bucket.mean_of(p)) for p in bucket.places}
         broadcast(tensors if init_sync else [], self.process_group)
 
     def __getstate__(self):

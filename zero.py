@@ -160,7 +160,7 @@ class ShardedBucket(Bucket):
             self.shards[p].grad = None
         if not found:
             return []
-        if all(found.get(p) is mean for p, (_, mean, _) in self.targets.items()):
+        if all(found.get(p) is mean for p, (_, mean) in self.targets.items()):
             return [self.mean]
         together = torch.zeros_like(self.master)
         for p, gradient in found.items():
@@ -582,7 +582,7 @@ class Zero1(Reducer):
         for unit in self._units:
             unit.refuse_old_graphs()
         for bucket in self._buckets:
-            for shard, mean, _ in bucket.targets.values():
+            for shard, mean in bucket.targets.values():
                 if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
                     shard.grad = mean.clone()
 
@@ -599,8 +599,7 @@ class Zero1(Reducer):
         self._finish()  # one bucket at a time, which bounds the memory in flight
         if bucket.mean is None:
             self._keep_gradients(bucket)
-            for p, shard in bucket.shards.items():
-                bucket.set_target(p, shard, bucket.mean_of(p))
+            bucket.targets = {p: (bucket.shards[p], bucket.mean_of(p)) for p in bucket.places}
         self._used.update(p for p, shard in bucket.shards.items() if shard.grad is not None)
         before = [t.to(self._device) for t in bucket.mean_so_far()]
         wait = reduce_scatter(bucket.gradients, self.shard_group, self._tag + 1)
