@@ -253,9 +253,8 @@ class Reducer(torch.nn.Module):
     trained parameters, in the order in which a backward fills them. It has `shard_group`, and
     `_reduce(bucket)`, which starts to reduce one and returns a function that waits for the end.
 
-    Gradients become means only if the module is still what was wrapped, if nobody steps before the
-    backward has ended, and if it has not raised. Otherwise a forward, a step or the next backward
-    raises RuntimeError.
+    Gradients become means only if the module is still what was wrapped, and if the backward does
+    not raise. Otherwise the next forward, or the next backward, raises RuntimeError.
     """
 
     broadcast_buffers = True

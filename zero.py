@@ -205,7 +205,7 @@ class Unit:
 # -------------------------------------------------------------------------------------------------
 # right, or refused
 #
-# Whatever a script does around a stage is right or raises. Who studies the stages may skip this
+# What a script does around a stage should be right, or raise. Who studies the stages may skip this
 # section. Its rules:
 #
 #   - Outside of a forward and of the backward after it a parameter of the module is Absent: it
@@ -213,7 +213,7 @@ class Unit:
 #   - What turns up where it does not belong is taken to where it does: a value that replaces
 #     `.data` of a shard, or that a forward writes to a parameter; a gradient that autograd adds to
 #     a shard; a freeze of the one or the other.
-#   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a sum.
+#   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a sum, or writes to a row.
 
 
 # Attributes of a parameter that are its value or a view of it, and methods that do not read it.
@@ -251,7 +251,8 @@ class Absent(torch.nn.Parameter):
 
 
 class Part(torch.Tensor):
-    """`.grad` of a shard from a backward to the step, and what is computed from it."""
+    """`.grad` of a shard from a backward to the step, and what is computed from it. It is pickled
+    as a Tensor, so that files do not need this class."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -354,9 +355,9 @@ class Zero1(Reducer):
     submodules. Rank 0's values count.
 
     A forward is a collective, also one that only evaluates. A rank may skip units: it gathers them
-    with the others. All ranks make as many backwards in no_sync(). `zero_grad()` of this wrapper
-    also drops what no_sync() holds back; an optimizer's cannot. Keep the wrapper: hooks refer to it
-    weakly, and without it nothing is gathered.
+    with the others. All ranks make as many backwards in no_sync(). What no_sync() holds back is
+    dropped by `zero_grad()`, but not by an optimizer's with set_to_none=False. Keep the wrapper:
+    hooks refer to it weakly, and without it nothing is gathered.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
@@ -625,7 +626,7 @@ class Zero1(Reducer):
         bucket.mean = self._new_chunk(bucket) if is_apart else bucket.own_chunk(bucket.gradients)
 
     def zero_grad(self, set_to_none=True):
-        """Also drops what no_sync() has held back, which an optimizer's zero_grad() cannot see."""
+        """Also drops what no_sync() has held back."""
         super().zero_grad(set_to_none)
         for bucket in self._buckets:
             bucket.filled.clear()
