@@ -25,9 +25,9 @@ In this order: the oracle, collectives, buckets, the reducer that ZeRO shares, D
 clipping.
 """
 
-import collections
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import math
 import sys
@@ -77,8 +77,7 @@ def add_in_rank_order(contributions, out):
     c0 is overwritten. out may be any of them, since it is written last.
     """
     total, *rest = contributions
-    if rest and total.dtype.itemsize == 2:
-        total = total.float()
+    total = total.float() if total.dtype.itemsize == 2 else total
     for contribution in rest:  # not torch.sum over a stack, which regroups from W = 5 on
         total += contribution
     if out.data_ptr() != total.data_ptr():
@@ -94,12 +93,6 @@ def add_in_rank_order(contributions, out):
 # A flat buffer is cut into W chunks, and rank r owns the r-th. reduce_scatter sums each chunk on
 # its owner, all_gather sends each owner's chunk to all ranks. All ranks have to call those with the
 # same tag in the same order; the order of calls with different tags may differ.
-
-
-def adds_in_rank_order(flat):
-    """Whether ranks send each other their chunks of flat and add by themselves, as on CPU, or leave
-    both to a native collective, as on CUDA, where gloo could not send from rank to rank."""
-    return flat.is_cpu
 
 
 def exchange(sends, receives, process_group, tag):
@@ -120,16 +113,11 @@ def reduce_scatter(flat, process_group=None, tag=0):
     """
     rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = flat.tensor_split(W)
-    own = chunks[rank]
-    if adds_in_rank_order(flat):
-        contributions = list(flat.new_empty(W - 1, len(own)))
-        contributions.insert(rank, own)
-        wait = exchange(chunks, contributions, process_group, tag)
-    else:
-        contributions = [own]
-        wait = dist.reduce_scatter_single(own, flat, group=process_group, async_op=True).wait
+    contributions = list(flat.new_empty(W - 1, len(chunks[rank])))
+    contributions.insert(rank, chunks[rank])
+    wait = exchange(chunks, contributions, process_group, tag)
 
-    def finish(out=own, earlier=()):
+    def finish(out=chunks[rank], earlier=()):
         wait()
         add_in_rank_order([*earlier, *contributions], out)
 
@@ -142,7 +130,7 @@ def all_gather(flat, process_group=None, tag=0):
     """
     chunks = flat.tensor_split(dist.get_world_size(process_group))
     own = chunks[dist.get_rank(process_group)]
-    if adds_in_rank_order(flat):
+    if flat.is_cpu:  # gloo's own takes three times as long
         return exchange([own] * len(chunks), chunks, process_group, tag)
     return dist.all_gather_single(flat, own, group=process_group, async_op=True).wait
 
@@ -150,14 +138,10 @@ def all_gather(flat, process_group=None, tag=0):
 def all_reduce(flat, process_group=None, tag=0):
     """Sum flat, 1-D, over ranks in place -> a function that waits."""
     # Two contributions have only one order, so torch's own has the right bits there, and is faster.
-    if dist.get_world_size(process_group) <= 2 or not adds_in_rank_order(flat):
+    if dist.get_world_size(process_group) <= 2 or not flat.is_cpu:
         return dist.all_reduce(flat, group=process_group, async_op=True).wait
-
-    def finish():
-        reduce_scatter(flat, process_group, tag)()
-        all_gather(flat, process_group, tag)()
-
-    return finish
+    steps = reduce_scatter, all_gather
+    return lambda: [step(flat, process_group, tag)() for step in steps]
 
 
 def broadcast(tensors, process_group):
@@ -201,9 +185,7 @@ class Bucket:
         _, view = self.targets[p]
         if p.grad is None:
             view.zero_()  # not used here, maybe elsewhere
-        elif p.grad is view:
-            view.mul_(scale)  # autograd has added to it in place
-        else:
+        else:  # it may be view, to which autograd has added in place
             torch.mul(p.grad, scale, out=view)  # one pass over memory, not a copy and a product
             p.grad = view  # frees what autograd has made
         return p.grad is not None
@@ -215,13 +197,13 @@ def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
     cap_bytes. A list is closed before it exceeds its limit: if the head shared a bucket with the
     embedding, it could be reduced only at the end of the backward.
     """
-    full, filling = [], collections.defaultdict(list)
+    full, filling = [], {}  # filling: {kind: a list}
     for p in parameters:
         kind = p.device, p.dtype, p.requires_grad
         limit = min(first_bytes * 2**len(full), cap_bytes)
-        if filling[kind] and sum(q.nbytes for q in (*filling[kind], p)) > limit:
+        if kind in filling and sum(q.nbytes for q in (*filling[kind], p)) > limit:
             full.append(filling.pop(kind))
-        filling[kind].append(p)
+        filling.setdefault(kind, []).append(p)
     return full + list(filling.values())
 
 
@@ -234,31 +216,24 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-def weakly(method):
-    """A hook that does not keep the method's object alive, and does nothing once it is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*arguments):
-        alive = reference()
-        return alive and alive(*arguments)
-
-    return hook
+def attach(register, method, *first, outside=lambda hook: hook, **options):
+    """Register method, with the arguments in first, as a hook that does not keep its object alive,
+    and is removed with it."""
+    weak = functools.partial(method.__func__, weakref.proxy(method.__self__), *first)
+    weakref.finalize(method.__self__, register(outside(weak), **options).remove)
 
 
 class Reducer(torch.nn.Module):
     """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a
     bucket, buckets are launched in order, and a callback ends the backward.
 
-    A subclass sets `_bucket_of`, {parameter: its bucket}, and calls `_track` with the buckets of
-    trained parameters, in the order in which a backward fills them. It has `shard_group`, and
+    A subclass calls `_track` with the buckets of trained parameters, in the order in which a
+    backward fills them. It has `shard_group`, and
     `_reduce(bucket)`, which starts to reduce one and returns a function that waits for the end.
 
     Gradients become means only if the module is still what was wrapped, and if the backward does
     not raise. Otherwise the next forward, or the next backward, raises RuntimeError.
     """
-
-    broadcast_buffers = True
-    _ignored = ()  # names of parameters and buffers that are left alone
 
     def __init__(self, module, process_group, find_unused_parameters, options, init_sync=True):
         super().__init__()
@@ -271,37 +246,43 @@ class Reducer(torch.nn.Module):
         self._scale = 1 / self.world_size  # of gradients, before they are added up
         # The engine's number of the last backward; whether it averages, None once it has ended.
         self._task, self._averages = -1, None
-        self._sync_buffers = True  # before the next forward
+        # Whether rank 0's buffers count; whether they go to all ranks before the next forward.
+        self.broadcast_buffers = self._sync_buffers = True
         # Buckets of the backward under way; (what is reduced, what waits for it).
-        self._to_launch, self._launched = collections.deque(), collections.deque()
+        self._to_launch, self._launched = [], []
         self._thread = concurrent.futures.ThreadPoolExecutor(1)  # one: first in, first out
         self._tag = self._agree(options) if init_sync else 0
 
     def _agree(self, options):
         """Raise on every rank, naming the first difference, where ranks wrap different modules.
         Return a tag, by which messages differ from those of other wrappers."""
-        tensors = (*self.module.named_parameters(), *self.module.named_buffers())
+        tensors = self._named("parameters") + self._named("buffers")
         lines = [f"{self._get_name()} {options}"]
-        lines += [(name, t.shape, t.dtype, t.requires_grad,
-                   torch.empty_like(t, device="meta").stride()) for name, t in tensors]
+        lines += [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
         views = [None] * self.world_size  # the id of an object is no other's while it lives
         dist.all_gather_object(views, (id(self) % 2**30, lines), group=self.process_group)
         tags, views = zip(*views)
         for found in itertools.zip_longest(*views, fillvalue="nothing"):
             if len(set(found)) > 1:
-                views = " but ".join(map(str, dict.fromkeys(found)))
-                self._refuse(f"ranks wrap different modules: {views}")
+                self._refuse(f"ranks wrap different modules: {[*dict.fromkeys(found)]}")
         return tags[0]
+
+    def _named(self, kind):
+        """[(name, tensor)] of the module's "parameters" or "buffers", a tied one by each name, but
+        of those that torch's DDP is told to ignore."""
+        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        named = getattr(self.module, f"named_{kind}")(remove_duplicate=False)
+        return [(name, t) for name, t in named if name not in ignored]
 
     def _track(self, buckets):
         """From now on move the gradients of these buckets' parameters into them."""
         self._buckets = buckets
-        self._names = {p: name for name, p in self.module.named_parameters()
-                       if p.requires_grad and p in self._bucket_of}
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
+        named = self.module.named_parameters()
+        self._names = {p: name for name, p in named if p in self._bucket_of}
         for p in self._names:
-            for handle in (p.register_hook(weakly(self._notice_backward)),
-                           p.register_post_accumulate_grad_hook(weakly(self._on_gradient))):
-                weakref.finalize(self, handle.remove)  # or the module would look wrapped for ever
+            attach(p.register_hook, self._notice_backward)
+            attach(p.register_post_accumulate_grad_hook, self._on_gradient)
         # What autograd runs to add to p.grad. Kept, or it would make another for each backward.
         self._nodes = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self._names}
 
@@ -309,13 +290,12 @@ class Reducer(torch.nn.Module):
     def _prepare_forward(self):
         """Bring rank 0's buffers. Raise unless each trained parameter has one hook, which is ours;
         that takes 1 us per parameter."""
-        for name, p in self.module.named_parameters():
-            if (p.requires_grad and len(p._post_accumulate_grad_hooks or ()) != 1
-                    and isinstance(p, torch.nn.Parameter) and name not in self._ignored):
+        for name, p in self._named("parameters"):
+            is_ours = len(p._post_accumulate_grad_hooks or ()) == 1
+            if p.requires_grad and not is_ours and isinstance(p, torch.nn.Parameter):
                 self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
-        if self._sync_buffers and self.broadcast_buffers:
-            broadcast([t for name, t in self.module.named_buffers() if name not in self._ignored],
-                      self.process_group)
+        if self._sync_buffers and self.broadcast_buffers and not in_backward():
+            broadcast([t for _, t in self._named("buffers")], self.process_group)
         # As in torch: not after a forward that evaluates, or that accumulates.
         self._sync_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
 
@@ -383,7 +363,7 @@ class Reducer(torch.nn.Module):
         self._pending = {p for p, node in self._nodes.items() if self.require_backward_grad_sync
                          and torch._C._will_engine_execute_node(node)}
         self._averages = bool(self._pending)
-        self._to_launch = collections.deque(self._buckets if self._averages else ())
+        self._to_launch = list(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _is_ready(self, bucket):
@@ -394,7 +374,7 @@ class Reducer(torch.nn.Module):
         """Start to reduce buckets, as far as they are ready. In their order, which all ranks have
         in common; the order in which they fill may differ."""
         while self._to_launch and (at_end or self._is_ready(self._to_launch[0])):
-            bucket = self._to_launch.popleft()
+            bucket = self._to_launch.pop(0)
             for p in bucket.places:
                 if p not in self._used and bucket.put(p, self._scale):
                     self._used.add(p)  # no_sync() has held a gradient back
@@ -408,7 +388,7 @@ class Reducer(torch.nn.Module):
     def _finish(self):
         """Wait for the buckets that have been launched."""
         while self._launched:
-            self._wait_for(*self._launched.popleft())
+            self._wait_for(*self._launched.pop(0))
 
     def _wait_for(self, what, wait):
         """Call wait(): time it, name it in a profile, and in an error."""
@@ -432,9 +412,8 @@ class Reducer(torch.nn.Module):
             return
         self._launch(at_end=True)
         self._finish()
-        flags = [p in self._used for p in self._names]
         n_ranks = self._wait_for("agree on use", lambda: count_ranks(
-            flags, next(iter(self._names)), self.process_group))
+            [p in self._used for p in self._names], next(iter(self._names)), self.process_group))
         for p in itertools.compress(self._names, n_ranks):
             owner, mean = self._bucket_of[p].targets[p]
             if owner.grad is not None and owner.grad is not mean:
@@ -474,8 +453,6 @@ class DDP(Reducer):
     such may not take part in the same backward.
     """
 
-    shard_group = None  # the ranks over which parameters are sharded: in DDP they are not
-
     def __init__(self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=True,
                  init_sync=True, process_group=None, bucket_cap_mb=25, find_unused_parameters=False,
                  check_reduction=False, gradient_as_bucket_view=False, static_graph=False):
@@ -484,22 +461,18 @@ class DDP(Reducer):
         self.device_ids, self.bucket_cap_mb = device_ids, bucket_cap_mb
         self.broadcast_buffers = broadcast_buffers is None or broadcast_buffers
         self._comm_hook = self.comm_state = None
-        self._ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = module.named_parameters(remove_duplicate=False)
-        tensors = list(dict.fromkeys(p for name, p in named if name not in self._ignored))
-        trained = [p for p in tensors if p.requires_grad]
-        tensors += [t for name, t in module.named_buffers()
-                    if self.broadcast_buffers and name not in self._ignored]
+        self.shard_group = None  # the ranks over which parameters are sharded
+        parameters = list(dict.fromkeys(p for _, p in self._named("parameters")))
+        trained = [p for p in parameters if p.requires_grad]
         if len({p.device for p in trained}) != 1:
             self._refuse("parameters that require a gradient must exist, and be on one device")
         lists = fill_buckets(trained[::-1], int((bucket_cap_mb or 25) * 2**20))
-        buckets = [Bucket(parameters) for parameters in lists]
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
-        self._track(buckets)
-        for bucket in buckets:
+        self._track([Bucket(parameters) for parameters in lists])
+        for bucket in self._buckets:
             bucket.gradients = next(iter(bucket.places)).new_zeros(bucket.n)
             bucket.targets = {p: (p, bucket.mean_of(p)) for p in bucket.places}
-        broadcast(tensors if init_sync else [], self.process_group)
+        buffers = [t for _, t in self._named("buffers")] if self.broadcast_buffers else []
+        broadcast(parameters + buffers if init_sync else [], self.process_group)
 
     def __getstate__(self):
         """For deepcopy, pickle and AveragedModel: what the copy is made from."""
@@ -512,8 +485,7 @@ class DDP(Reducer):
         self.__init__(**state, init_sync=False)
 
     def forward(self, *inputs, **kwargs):
-        if not in_backward():
-            self._prepare_forward()
+        self._prepare_forward()
         if self.device_ids:
             device = self._buckets[0].gradients.device
             (inputs,), (kwargs,) = dist.utils._to_kwargs(inputs, kwargs, device, False)
@@ -530,13 +502,10 @@ class DDP(Reducer):
             gradients=lambda: [bucket.view(p, buffers[-1]) for p in bucket.places],
             set_buffer=buffers.append)
 
-        @torch.no_grad()
-        def start():
-            future = self._comm_hook(self.comm_state, grad_bucket)
-            return lambda: bucket.gradients.copy_(future.wait())
-
+        start = functools.partial(self._comm_hook, self.comm_state, grad_bucket)
         # On CPU all of it is left to the thread, since a hook may communicate right here.
-        return start() if bucket.gradients.is_cuda else lambda: start()()
+        future = start() if bucket.gradients.is_cuda else None
+        return lambda: bucket.gradients.copy_((future or start()).wait())
 
     def register_comm_hook(self, state, hook):
         """From now on hook(state, bucket) -> Future reduces each bucket, taking the mean included.
@@ -546,7 +515,7 @@ class DDP(Reducer):
         """
         if self._comm_hook is not None or not callable(hook):
             raise TypeError("DDP: a comm hook must be callable, and registered only once")
-        self.comm_state, self._comm_hook, self._scale = state, hook, 1.0
+        self.comm_state, self._comm_hook, self._scale = state, torch.no_grad()(hook), 1.0
 
     def full_parameters(self):
         """Yield (original name, whole parameter), a tied one once."""

@@ -12,8 +12,8 @@ leaves is compared: RESULT, exit status, stderr, files. A new option is a new ro
 
 It knows the public API, the command line and the files of a run, so every other file can be
 rewritten without a change here. Faults are planted in torch and the operating system:
-`AdamW.step` raises, a loss is nan, a disk is full. One function of the project is replaced,
-`ddp.adds_in_rank_order`: then CPU tensors take the collectives that NCCL has.
+`AdamW.step` raises, a loss is nan, a disk is full. Where tensors say that they are not on a CPU,
+they take the collectives that NCCL has.
 
 How it differs: a check is a function that all ranks of a group run at once, as training does.
 Two checks run at once. The groups of each, one for every world size W, are forked from a server
@@ -706,7 +706,7 @@ def parity(reference, candidates, modules=tuple(ZOO), optimizer="adamw",
     def late(*_):
         time.sleep(0.003 * (dist.get_rank() == sleeper))
 
-    exchange = mock.patch.object(ddp, "adds_in_rank_order", lambda *_: False)
+    exchange = mock.patch.object(torch.Tensor, "is_cpu", False)
     for name in modules:
         expected = trained(reference, name, optimizer=reference_optimizer or optimizer, **case)
         moved = [n for n, p in fresh(name).named_parameters() if not torch.equal(p, expected[n])]
@@ -1198,7 +1198,8 @@ script("after no backward")(lambda s: s.step(inputs=s.parameters))
 script("to not have been used", "autograd.grad")(
     lambda s: torch.autograd.grad(s.loss(), s.parameters))
 script("whole parameters")(lambda s: torch.optim.LBFGS(s.parameters).step(s.loss))
-script("the module's parameters")(lambda s: torch.optim.SGD(s.module.parameters()).step())
+script(ABSENT)(
+    lambda s: (s.loss().backward(), torch.optim.SGD(s.module.parameters()).step()))
 script("sparse", "sparse", partial(Net, unit=partial(nn.Embedding, 9, 4, sparse=True)))(
     lambda s: s.model.module.blocks[0](torch.tensor([1])).sum().backward())
 script(build=partial(Net, unit=Spectrum))(Script.step)  # complex weights

@@ -36,17 +36,16 @@ In this order: three small functions; what shards are; the stages as the paper h
 which can be read by itself, what Zero2 does otherwise, and what Zero3 adds; the meta device.
 """
 
-import collections
 import contextlib
 import functools
-import math
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
 from ddp import (Bucket, HierarchicalState, Reducer, add_in_rank_order, all_gather, all_reduce,
-                 broadcast, fill_buckets, in_backward, reduce_scatter, weakly)
+                 attach, broadcast, fill_buckets, in_backward, reduce_scatter)
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's number
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
@@ -93,7 +92,7 @@ class ShardedBucket(Bucket):
         self.n = W * self.size
         self.whole = self.master = self.mean = None
         self.shards, self.filled = {}, set()  # shards: {parameter: the optimizer's}
-        self.seen, self.homes, self.trained = {}, {}, {}
+        self.seen, self.homes = {}, {}
 
     def own_chunk(self, buffer):
         """This rank's chunk, (S,), of a (W S,) buffer."""
@@ -125,10 +124,9 @@ class ShardedBucket(Bucket):
 
     def part_of(self, p, value):
         """This rank's part of value, which has the shape of p: (n, 1, ..., 1), as its shard."""
-        shape, strides, _ = self.places[p]
-        packed = torch.empty_strided(shape, strides, dtype=value.dtype, device=self.master.device)
-        flat = packed.copy_(value).as_strided((shape.numel(),), (1,))[slice(*self.part(p))]
-        return flat.view(-1, *[1] * (len(shape) - 1))
+        whole = torch.empty(self.n, dtype=value.dtype, device=self.master.device)
+        self.view(p, whole).copy_(value)
+        return self.shard_view(p, self.own_chunk(whole))
 
     def put(self, p, scale):
         """Move p.grad into gradients, added to what they hold of p; then all of it times scale.
@@ -136,12 +134,12 @@ class ShardedBucket(Bucket):
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
         view = self.view(p, self.gradients)
-        if self.shards[p].grad is None:  # zero_grad() was called since no_sync() has filled it
-            self.filled.discard(p)
-        if p in self.filled:
+        # The mark is gone if zero_grad() was called since no_sync() has filled it.
+        if p in self.filled and type(self.shards[p].grad) is Part:
             view.add_(0 if p.grad is None else p.grad).mul_(scale)
         elif p.grad is None:
             view.zero_()  # not used here, maybe elsewhere
+            self.filled.discard(p)
         else:
             torch.mul(p.grad.to(view.dtype), scale, out=view)  # a product in 16 bits would round
         if p.grad is not None:
@@ -193,13 +191,9 @@ class Unit:
         backward through the old weights raises."""
         if self.version != self.current_version():
             self.version = self.current_version()
-            self.hide()
+            for bucket in self.buckets:
+                bucket.show(False)
             torch.autograd.graph.increment_version(self.parameters)
-
-    def hide(self):
-        """Let nobody read its parameters."""
-        for bucket in self.buckets:
-            bucket.show(False)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -239,8 +233,7 @@ class Absent(torch.nn.Parameter):
             if is_attribute and name == "grad" and not in_backward():
                 return function(p.bucket.shards[p], *args[1:])
             if name == "requires_grad_" or (name, len(args)) == ("requires_grad", 2):
-                p.bucket.trained.pop(p, None)
-                function(p.bucket.shards[p], *args[1:])
+                function(p.bucket.shards[p], *args[1:], **kwargs or {})
             if name in QUESTIONS or is_attribute and name not in VALUES:
                 return function(*args, **kwargs or {})
             if name in ("copy_", "data") and len(args) == 2 and type(args[1]) is not cls:
@@ -256,6 +249,8 @@ class Part(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function.__name__ in ("zero_", "_foreach_zero_"):
+            tree_map_only(Part, lambda t: setattr(t, "__class__", torch.Tensor), args)
         if function.__name__ in WHOLE_ONLY:
             raise RuntimeError(f"{function.__name__}() of the gradient of a shard would be that of "
                                f"one rank's part: use clip_grad_norm_() of the wrapper")
@@ -272,9 +267,8 @@ class Part(torch.Tensor):
 class GuardedBucket(ShardedBucket):
     """A bucket that takes care of what scripts do to its parameters and shards.
 
-        seen     {parameter that may be read: its address and its version}, or empty
-        homes    {parameter: the address of its shard}
-        trained  {parameter: whether it and its shard require a gradient}
+        seen   {parameter that may be read: its address, version, requires_grad}, or empty
+        homes  {parameter: the address of its shard}
     """
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
@@ -282,7 +276,7 @@ class GuardedBucket(ShardedBucket):
         """Point the parameters at whole or, where there is none, at a nan that is expanded to their
         shape and takes no memory; let them be read if is_there. Before that take to the shards what
         a forward has written to parameters, and a script has put in the place of shards."""
-        nothing = torch.full((), math.nan, device=self.device).to(self.param_dtype)
+        nothing = torch.full((), float("nan"), device=self.device).to(self.param_dtype)
         for p, (shape, *_) in self.places.items():
             p.__class__ = p.kind
             shard, value, seen = self.shards[p], p.data, self.seen.pop(p, None)
@@ -290,16 +284,15 @@ class GuardedBucket(ShardedBucket):
             if shard.data_ptr() != self.homes[p]:
                 replaced, shard.data = shard.data, self.shard_view(p, self.master)
                 shard.detach().copy_(replaced)
-            if seen is not None and seen != (value.data_ptr(), p._version):
+            if seen is not None and seen[:2] != (value.data_ptr(), p._version):
                 shard.detach().copy_(self.part_of(p, value))
-            if shard.requires_grad != self.trained.get(p, p.requires_grad):
+            if seen is None or seen[2] != shard.requires_grad:
                 p.requires_grad = shard.requires_grad
-            self.trained[p] = shard.requires_grad = p.requires_grad
+            shard.requires_grad = p.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
-                raise RuntimeError(f"{p.full_name}: a shard's hooks are not called: hook the "
-                                   f"parameter of the module")
+                raise RuntimeError(f"{p.full_name}: a shard's hooks do not run: hook the module's")
             if is_there:
-                self.seen[p] = p.data_ptr(), p._version
+                self.seen[p] = p.data_ptr(), p._version, p.requires_grad
             else:
                 p.__class__ = Absent
 
@@ -377,24 +370,23 @@ class Zero1(Reducer):
         self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
         self._entered = []  # the units of the forwards under way, the innermost last
-        addresses = [p.data_ptr() for p in module.parameters() if p.numel() and not p.is_meta]
-        if len(set(addresses)) < len(addresses):
+        values = [p.detach() for p in module.parameters() if p.numel() and not p.is_meta]
+        if len({value.data_ptr() for value in values}) < len(values):
             self._refuse("two parameters share memory: tie them by assigning one to both modules")
         self._build_units(find_units(module) if units is None else units)
-        self._build_buckets(reduce_dtype)
-        self._take_in_values(init_fn)
+        self._build_buckets(reduce_dtype, init_fn)
         self._sharded = [bucket for unit in self._units for bucket in unit.buckets]
-        self._bucket_of = {p: bucket for bucket in self._sharded for p in bucket.places}
-        for name, p in module.named_parameters():
-            p.full_name, p.bucket, p.kind = name, self._bucket_of[p], type(p)
+        self._shards = {p: shard for bucket in self._sharded for p, shard in bucket.shards.items()}
+        names = {p: name for name, p in module.named_parameters()}
         for bucket in self._sharded:
+            for p in bucket.places:
+                p.full_name, p.bucket, p.kind = names[p], bucket, type(p)
             bucket.show(True)
         # In the order in which a backward, which starts at the end, reaches their first parameters.
-        trained = [self._bucket_of[p] for p in module.parameters() if p.requires_grad]
+        trained = [p.bucket for p in module.parameters() if p.requires_grad]
         self._track(list(dict.fromkeys(trained))[::-1])
         self._add_hooks()
-        for unit in self._units:
-            unit.hide()
+        self._hide_all()
 
     # ---- construction
 
@@ -405,34 +397,29 @@ class Zero1(Reducer):
             raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module")
         self._root = Unit("the root", self.module)
         self._units = [self._root, *(Unit(names[m], m) for m in names if m in modules)]
-        unit_of, owner = {}, {}  # of modules, of parameters; the root, where there are two
+        unit_of = {}  # {submodule or parameter: its unit, or the root, where there are two}
         for unit in self._units[1:]:
-            for m in unit.module.modules():
-                unit_of[m] = self._root if m in unit_of else unit
+            for part in (*unit.module.modules(), *unit.module.parameters()):
+                unit_of[part] = self._root if part in unit_of else unit
         for m in names:
-            unit = unit_of.get(m, self._root)
-            unit.submodules.append(m)
-            for p in m.parameters(recurse=False):
-                owner[p] = self._root if owner.get(p, unit) is not unit else unit
-        for p, unit in owner.items():
-            unit.parameters.append(p)
-
-    def _build_buckets(self, reduce_dtype):
-        """Divide the parameters of each unit among buckets, the last ones first."""
-        rank = dist.get_rank(self.shard_group)
-        for unit in self._units:
-            for parameters in fill_buckets(unit.parameters[::-1], BUCKET_BYTES, BUCKET_BYTES):
-                unit.buckets.append(GuardedBucket(unit, parameters, rank, self.shard_size,
-                                                  self._device, self.param_dtype, reduce_dtype))
+            if unit_of.setdefault(m, self._root) is self._root:
+                unit_of |= dict.fromkeys(m.parameters(recurse=False), self._root)
+        for part, unit in unit_of.items():
+            (unit.submodules if part in names else unit.parameters).append(part)
 
     @torch.no_grad()
-    def _take_in_values(self, init_fn):
-        """Fill what is on the meta device, agree with rank 0, keep what the stage keeps, and free
-        the rest. Unit by unit, so that a rank has one unit more than it keeps."""
+    def _build_buckets(self, reduce_dtype, init_fn):
+        """Divide the parameters of each unit among buckets, the last ones first. Fill what is on
+        the meta device, agree with rank 0, keep what the stage keeps, and free the rest. Unit by
+        unit, so that a rank has one unit more than it keeps."""
         stand_ins = {}  # {parameter on meta: the one that will take its place}
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
-            for bucket in unit.buckets:
+            for parameters in fill_buckets(unit.parameters[::-1], BUCKET_BYTES, BUCKET_BYTES):
+                bucket = GuardedBucket(unit, parameters, dist.get_rank(self.shard_group),
+                                       self.shard_size, self._device, self.param_dtype,
+                                       reduce_dtype)
+                unit.buckets.append(bucket)
                 values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
                 for p in bucket.places:
                     real = stand_ins.get(p, p)
@@ -460,37 +447,42 @@ class Zero1(Reducer):
     def _add_hooks(self):
         """On the modules themselves, so that `model.module(x)` works, and on all that have
         parameters: a unit may be a mere container, and a script may call a part of the model."""
-        register_optimizer_step_pre_hook(weakly(self._check_optimizer))
+        attach(register_optimizer_step_pre_hook, self._check_optimizer)
         for unit in self._units:
-            enter = functools.partial(weakly(self._enter), unit)
             for m in unit.submodules:
                 if m is unit.module or m._parameters:
                     # A compiled unit has its hooks around the graph, and needs none inside.
                     outside = torch.compiler.disable if m is unit.module else unless_compiling
-                    m.register_forward_pre_hook(outside(enter), prepend=True, with_kwargs=True)
-                    m.register_forward_hook(outside(weakly(self._leave)), always_call=True)
+                    attach(m.register_forward_pre_hook, self._enter, unit, outside=outside,
+                           prepend=True, with_kwargs=True)
+                    attach(m.register_forward_hook, self._leave, outside=outside, always_call=True)
 
     def _check_optimizer(self, optimizer, *_):
         """Hook of all optimizers: raise if the step would do something else than it seems to. It
         changes shards, so nobody is to read the parameters any more."""
         given = {p for group in optimizer.param_groups for p in group["params"]}
-        buckets = [b for b in self._sharded if not given.isdisjoint(b.shards.values())]
-        name, held = type(optimizer).__name__, any(bucket.filled for bucket in buckets)
+        if given.isdisjoint(self._shards.values()):
+            return
+        name = type(optimizer).__name__
         for wrong, fact in (
-                (given & self._bucket_of.keys(), "has the module's parameters: pass parameters()"),
-                (held, "steps while no_sync() holds gradients back: the last backward ends it"),
-                (buckets and any(part in name.lower() for part in NOT_ELEMENTWISE),
+                (any(part in name.lower() for part in NOT_ELEMENTWISE),
                  "looks at whole parameters, and would see parts: use DDP"),
-                (buckets and self._task is None and all(p.grad is None for p in given),
+                (any(bucket.filled for bucket in self._buckets),
+                 "steps while no_sync() holds gradients back: the last backward ends it"),
+                (self._task is None and all(p.grad is None for p in given),
                  "steps after no backward, or one with inputs=, which is not supported")):
             if wrong:
                 self._refuse(f"{name} {fact}")
-        for bucket in buckets:
-            bucket.show(False)
+        self._hide_all()
         # Those of torch work element by element, and a Part would cost them time.
         for p in given if type(optimizer).__module__.startswith("torch.optim.") else ():
             if type(p.grad) is Part:
                 p.grad.__class__ = torch.Tensor
+
+    def _hide_all(self):
+        """Let nobody read parameters."""
+        for bucket in self._sharded:
+            bucket.show(False)
 
     # ---- forward: gather what the optimizer has changed
 
@@ -506,14 +498,13 @@ class Zero1(Reducer):
         if in_backward():
             self._notice_backward()
         elif len(self._entered) == 1:
-            for each in self._units:
-                each.hide()
+            self._hide_all()
             self._prepare_forward()
             self._task = None if torch.is_grad_enabled() else self._task
             self._begin_forward(module)
         self._use(unit)
         if self.param_dtype is not None and module is unit.module:
-            return torch.utils._pytree.tree_map_only(
+            return tree_map_only(
                 torch.Tensor, lambda t: t.to(self.param_dtype) if t.is_floating_point() else t,
                 (inputs, kwargs))
 
@@ -572,8 +563,8 @@ class Zero1(Reducer):
         """Wait also for units that were skipped."""
         for unit in self._units:
             self._finish_gather(unit)  # a shard must not change while it is being sent
-            if not torch.is_grad_enabled():
-                unit.hide()
+        if not torch.is_grad_enabled():
+            self._hide_all()
 
     # ---- backward: reduce gradients to the owners of the shards
 
@@ -592,8 +583,8 @@ class Zero1(Reducer):
         super()._end_backward()
         for bucket in self._buckets:
             bucket.mark_gradients()
-        for unit in () if self._entered else self._units:
-            unit.hide()
+        if not self._entered:
+            self._hide_all()
 
     def _reduce(self, bucket):
         """Start to send each rank its chunk of bucket -> a function that waits and adds."""
@@ -625,31 +616,24 @@ class Zero1(Reducer):
         is_apart = self._offloads or bucket.reduce_dtype != bucket.dtype
         bucket.mean = self._new_chunk(bucket) if is_apart else bucket.own_chunk(bucket.gradients)
 
-    def zero_grad(self, set_to_none=True):
-        """Also drops what no_sync() has held back."""
-        super().zero_grad(set_to_none)
-        for bucket in self._buckets:
-            bucket.filled.clear()
-
     # ---- parameters and state, the same in every stage
 
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
         """(original name, this rank's shard) of every parameter of the module, in its order."""
         named = self.module.named_parameters(prefix, recurse, remove_duplicate)
         # One that was added after wrapping is left out here, and refused by the next forward.
-        yield from ((name, p.bucket.shards[p]) for name, p in named if p in self._bucket_of)
+        yield from ((name, self._shards[p]) for name, p in named if p in self._shards)
 
     def shard_starts(self):
         """{original name: where this rank's shard begins in the parameter, in elements in order of
         memory}: beside `named_parameters()` all that it takes to load at another world size."""
-        return {name: self._bucket_of[p].part(p)[0] for name, p in self.module.named_parameters()}
+        return {name: p.bucket.part(p)[0] for name, p in self.module.named_parameters()}
 
     @torch.no_grad()
     def full_parameters(self):
         """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding a
         unit. A collective: every rank has to go through all of it."""
-        for unit in self._units:
-            unit.hide()
+        self._hide_all()
         wholes = {}  # of buckets of one unit
         for name, p in self.module.named_parameters():
             if p.bucket not in wholes:
@@ -667,14 +651,14 @@ class Zero1(Reducer):
         Costs the memory of the whole model on every rank; `full_parameters` does not.
         """
         whole = dict(self.full_parameters())
-        return {name: whole[t.full_name] if t in self._bucket_of else t.clone()
+        return {name: whole[t.full_name] if t in self._shards else t.clone()
                 for name, t in self.module.state_dict(keep_vars=True).items()}
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
         """This rank's shards and the buffers under the module's own names. Not a collective."""
         destination = {} if destination is None else destination
         for name, t in self.module.state_dict(keep_vars=True).items():
-            t = self._bucket_of[t].shards[t] if t in self._bucket_of else t
+            t = self._shards.get(t, t)
             # Copied, since torch.save would write all of the buffer that a view is of.
             destination[prefix + name] = t if keep_vars else t.detach().clone()
         return destination
@@ -686,8 +670,7 @@ class Zero1(Reducer):
     def load_full_state_dict(self, state_dict):
         """Write whole parameters and buffers: each rank copies its part. Raises RuntimeError naming
         what is missing, left over or of another shape, before anything is written."""
-        for unit in self._units:
-            unit.hide()
+        self._hide_all()
         self._load(state_dict, self.module.state_dict(keep_vars=True))
 
     @torch.no_grad()
@@ -743,7 +726,7 @@ class Zero3(Zero2):
     @functools.wraps(Zero1.__init__)
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._course = collections.deque()  # units that this forward or backward has yet to gather
+        self._course = []  # units that this forward or backward has yet to gather
         # The unit that was last taken from it; the units that are whole beside the root.
         self._last_taken = self._older = self._newer = None
         self._bucket_at = {}  # memory -> the bucket whose whole parameters are there
@@ -770,7 +753,7 @@ class Zero3(Zero2):
 
     def _advance(self):
         """Fetch the next unit of the course, and launch the buckets that only waited for that."""
-        unit = self._last_taken = self._course.popleft()
+        unit = self._last_taken = self._course.pop(0)
         self._fetch(unit)
         if unit is self._older:
             # Whole since an earlier use, but other ranks fetch it now: all must free the same next.
@@ -803,6 +786,8 @@ class Zero3(Zero2):
             del self._bucket_at[bucket.whole.untyped_storage()._cdata]
             bucket.whole = None
             bucket.show(False)
+        # A backward through a graph that no note was taken of, such as a penalty's, has to raise.
+        torch.autograd.graph.increment_version(unit.parameters)
 
     def _free_all(self):
         for unit in self._units:
@@ -815,7 +800,7 @@ class Zero3(Zero2):
         """Free all, since shards may have changed. The course is the order of the units; it is
         empty if a script calls a part of the model."""
         self._free_all()
-        self._course = collections.deque(self._units if module is self.module else ())
+        self._course = list(self._units if module is self.module else ())
 
     def _use(self, unit):
         """Make the root and unit whole. From here to `_leave`, what autograd saves of whole units
@@ -843,7 +828,7 @@ class Zero3(Zero2):
     def _begin_backward(self):
         """The course leads back through the units. The root is whole from here on."""
         super()._begin_backward()
-        self._course = collections.deque(self._way_back)
+        self._course = list(self._way_back)
         self._make_whole(self._root)
 
     def _is_ready(self, bucket):
