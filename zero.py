@@ -82,7 +82,7 @@ class ShardedBucket(Bucket):
     Where whole is kept, master can be its own chunk; likewise mean of gradients.
     """
 
-    def __init__(self, unit, parameters, rank, W, device, param_dtype, reduce_dtype):
+    def __init__(self, unit, parameters, W, device, param_dtype, reduce_dtype, rank):
         self.unit, self.rank, self.device, self.dtype = unit, rank, device, parameters[0].dtype
         given = (param_dtype, reduce_dtype) if self.dtype.is_floating_point else (None, None)
         self.param_dtype, self.reduce_dtype = (dtype or self.dtype for dtype in given)
@@ -296,6 +296,10 @@ class GuardedBucket(ShardedBucket):
             else:
                 p.__class__ = Absent
 
+    def holds_back(self):
+        """Whether it has gradients from no_sync() that zero_grad() has not dropped since."""
+        return any(type(self.shards[p].grad) is Part for p in self.filled)
+
     def mark_gradients(self):
         """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
         its gradient back, so that zero_grad() of an optimizer can be seen."""
@@ -358,8 +362,7 @@ class Zero1(Reducer):
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
                  shard_size=None, offload=False, init_fn=None):
-        super().__init__(module, process_group, find_unused_parameters=True,
-                         options=f"{param_dtype} {reduce_dtype} {shard_size}")
+        super().__init__(module, process_group, True, f"{param_dtype} {reduce_dtype} {shard_size}")
         self.param_dtype, self.shard_size = param_dtype, shard_size or self.world_size
         self.shard_group, self._replicas = self.process_group, None
         if self.shard_size != self.world_size:
@@ -411,14 +414,14 @@ class Zero1(Reducer):
     def _build_buckets(self, reduce_dtype, init_fn):
         """Divide the parameters of each unit among buckets, the last ones first. Fill what is on
         the meta device, agree with rank 0, keep what the stage keeps, and free the rest. Unit by
-        unit, so that a rank has one unit more than it keeps."""
-        stand_ins = {}  # {parameter on meta: the one that will take its place}
+        unit, so that a rank has one unit more than it keeps. Until the end, what is on the meta
+        device has stand-ins."""
+        rank, stand_ins = dist.get_rank(self.shard_group), {}
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
             for parameters in fill_buckets(unit.parameters[::-1], BUCKET_BYTES, BUCKET_BYTES):
-                bucket = GuardedBucket(unit, parameters, dist.get_rank(self.shard_group),
-                                       self.shard_size, self._device, self.param_dtype,
-                                       reduce_dtype)
+                bucket = GuardedBucket(unit, parameters, self.shard_size, self._device,
+                                       self.param_dtype, reduce_dtype, rank)
                 unit.buckets.append(bucket)
                 values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
                 for p in bucket.places:
@@ -467,7 +470,7 @@ class Zero1(Reducer):
         for wrong, fact in (
                 (any(part in name.lower() for part in NOT_ELEMENTWISE),
                  "looks at whole parameters, and would see parts: use DDP"),
-                (any(bucket.filled for bucket in self._buckets),
+                (any(bucket.holds_back() for bucket in self._buckets),
                  "steps while no_sync() holds gradients back: the last backward ends it"),
                 (self._task is None and all(p.grad is None for p in given),
                  "steps after no backward, or one with inputs=, which is not supported")):
@@ -520,7 +523,7 @@ class Zero1(Reducer):
         In general nothing is current any more, as a write to a shard's .data leaves no trace. But
         between micro-steps in no_sync() no step is due: there a change of version is what counts.
         """
-        accumulates = any(bucket.filled for bucket in self._buckets)
+        accumulates = any(bucket.holds_back() for bucket in self._buckets)
         for unit in self._units:
             if not accumulates or unit.version != unit.current_version():
                 unit.is_current = False
@@ -721,16 +724,19 @@ class Zero3(Zero2):
     calls a unit twice, out of order, or in a second forward before the backward. A parameter that
     is not gathered is nan; it may be so outside of its unit's forward, also for the root. Under
     autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
+
+        _course         units that this forward or backward has yet to gather
+        _last_taken     the unit that was last taken from it
+        _older, _newer  the units that are whole beside the root, or None
+        _notes          contexts of the forwards under way, in which notes are taken
+        _bucket_at      {memory: the bucket whose whole parameters are there}
     """
 
     @functools.wraps(Zero1.__init__)
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._course = []  # units that this forward or backward has yet to gather
-        # The unit that was last taken from it; the units that are whole beside the root.
+        self._course, self._notes, self._bucket_at = [], [], {}
         self._last_taken = self._older = self._newer = None
-        self._bucket_at = {}  # memory -> the bucket whose whole parameters are there
-        self._notes = []  # contexts of the forwards under way, in which notes are taken
         self._way_back = [self._root, *self._units[:0:-1]]
         self._following = dict(zip(self._way_back, [*self._way_back[1:], self._way_back[-1]]))
 
@@ -922,8 +928,7 @@ def fill_meta(module, unit, device, init_fn):
     for m in modules:
         reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
         if init_fn is None and reset is None:
-            raise RuntimeError(f"{unit.name} has a {type(m).__name__} on the meta device without "
-                               f"reset_parameters(): pass init_fn")
+            raise RuntimeError(f"{unit.name} has a {type(m).__name__} on meta: pass init_fn for it")
         reset() if init_fn is None else init_fn(m)
     swap(stand_ins)
     return stand_ins
