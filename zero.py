@@ -207,16 +207,17 @@ class Unit:
 #   - What turns up where it does not belong is taken to where it does: a value that replaces
 #     `.data` of a shard, or that a forward writes to a parameter; a gradient that autograd adds to
 #     a shard; a freeze of the one or the other.
-#   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a sum, or writes to a row.
+#   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a mean, or writes to a row.
 
 
 # Attributes of a parameter that are its value or a view of it, and methods that do not read it.
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-QUESTIONS = {"size", "dim", "numel", "stride", "element_size", "is_floating_point", "data_ptr",
-             "untyped_storage", "requires_grad_", "register_hook",
-             "register_post_accumulate_grad_hook"}
-WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "__setitem__"}
-NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"  # optimizers
+QUESTIONS = {"size", "dim", "numel", "stride", "element_size", "is_floating_point",
+             "data_ptr", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+# What a gradient's part cannot be asked for; optimizers that ask.
+WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "std",
+              "var", "dot", "matmul", "__setitem__"}
+NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"
 
 
 class Absent(torch.nn.Parameter):
@@ -352,9 +353,8 @@ class Zero1(Reducer):
     submodules. Rank 0's values count.
 
     A forward is a collective, also one that only evaluates. A rank may skip units: it gathers them
-    with the others. All ranks make as many backwards in no_sync(). What no_sync() holds back is
-    dropped by `zero_grad()`, but not by an optimizer's with set_to_none=False. Keep the wrapper:
-    hooks refer to it weakly, and without it nothing is gathered.
+    with the others. All ranks make as many backwards in no_sync(). Keep the wrapper: hooks go with
+    it, and without them nothing is gathered.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
