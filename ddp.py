@@ -228,8 +228,8 @@ class Reducer(torch.nn.Module):
     bucket, buckets are launched in order, and a callback ends the backward.
 
     A subclass calls `_track` with the buckets of trained parameters, in the order in which a
-    backward fills them. It has `shard_group`, and
-    `_reduce(bucket)`, which starts to reduce one and returns a function that waits for the end.
+    backward fills them. It has `shard_group`, and `_reduce(bucket)`, which starts to reduce one and
+    returns a function that waits for the end.
 
     Gradients become means only if the module is still what was wrapped, and if the backward does
     not raise. Otherwise the next forward, or the next backward, raises RuntimeError.
