@@ -260,7 +260,8 @@ class Reducer(torch.nn.Module):
         lines = [f"{self._get_name()} {options}"]
         lines += [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
         views = [None] * self.world_size  # the id of an object is no other's while it lives
-        dist.all_gather_object(views, (id(self) % 2**30, lines), group=self.process_group)
+        tag = id(self) // 16 % 2**20 * 2**11  # and 2**11 numbers after it
+        dist.all_gather_object(views, (tag, lines), group=self.process_group)
         tags, views = zip(*views)
         for found in itertools.zip_longest(*views, fillvalue="nothing"):
             if len(set(found)) > 1:
@@ -354,7 +355,7 @@ class Reducer(torch.nn.Module):
         for bucket in self._buckets:
             for p, (owner, mean) in bucket.targets.items():
                 if owner.grad is not mean and sys.getrefcount(mean) > 3:  # a script has kept it
-                    mean.data = mean.clone()
+                    mean.data = mean.data.clone()
                 place = bucket.mean_of(p)
                 if mean.data_ptr() != place.data_ptr():  # or it has replaced its .data
                     bucket.targets[p] = owner, place

@@ -135,7 +135,7 @@ class ShardedBucket(Bucket):
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
         view = self.view(p, self.gradients)
         # The mark is gone if zero_grad() was called since no_sync() has filled it.
-        if p in self.filled and type(self.shards[p].grad) is Part:
+        if p in self.filled and type(self.shards[p].grad) is Held:
             view.add_(0 if p.grad is None else p.grad).mul_(scale)
         elif p.grad is None:
             view.zero_()  # not used here, maybe elsewhere
@@ -154,8 +154,9 @@ class ShardedBucket(Bucket):
         """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing. From now
         on they are None, unless a loss over shards brings them another."""
         found = {p: shard.grad for p, shard in self.shards.items() if shard.grad is not None}
-        for p in found:
+        for p, gradient in found.items():
             self.shards[p].grad = None
+            gradient.__class__ = torch.Tensor
         if not found:
             return []
         if all(found.get(p) is mean for p, (_, mean) in self.targets.items()):
@@ -212,11 +213,12 @@ class Unit:
 
 # Attributes of a parameter that are its value or a view of it, and methods that do not read it.
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-QUESTIONS = {"size", "dim", "numel", "stride", "element_size", "is_floating_point",
-             "data_ptr", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-# What a gradient's part cannot be asked for; optimizers that ask.
-WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "std",
-              "var", "dot", "matmul", "__setitem__"}
+QUESTIONS = {"size", "dim", "numel", "stride", "is_floating_point", "data_ptr", "untyped_storage",
+             "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+# What no part of a gradient can be asked for; what one that is held back can; whole optimizers.
+WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean",
+              "std", "var", "dot", "matmul", "einsum", "normalize", "topk", "sort", "__setitem__"}
+HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"
 
 
@@ -228,7 +230,8 @@ class Absent(torch.nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        is_attribute, p = type(function).__name__ == "method-wrapper", args[0] if args else None
+        is_attribute = type(function).__name__ == "method-wrapper"
+        p = next((t for t in args if isinstance(t, cls)), None)
         name = function.__self__.__name__ if is_attribute else function.__name__
         with torch._C.DisableTorchFunctionSubclass():
             if is_attribute and name == "grad" and not in_backward():
@@ -250,19 +253,24 @@ class Part(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function.__name__ in ("zero_", "_foreach_zero_"):
-            tree_map_only(Part, lambda t: setattr(t, "__class__", torch.Tensor), args)
-        if function.__name__ in WHOLE_ONLY:
-            raise RuntimeError(f"{function.__name__}() of the gradient of a shard would be that of "
-                               f"one rank's part: use clip_grad_norm_() of the wrapper")
+        name, is_held = function.__name__, Held in types
+        if name in WHOLE_ONLY or is_held and name not in HELD:
+            fact = "held back by no_sync()" if is_held else "one rank's part: use clip_grad_norm_()"
+            raise RuntimeError(f"{name} of the gradient of a shard, which is {fact}")
+        if name in ("zero_", "_foreach_zero_"):
+            tree_map_only(Held, lambda t: setattr(t, "__class__", torch.Tensor), args)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
         if type(result) is torch.Tensor and not any(result is t for t in args):
-            result.__class__ = cls
+            result.__class__ = Part
         return result
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class Held(Part):
+    """`.grad` of a shard while no_sync() holds a gradient of it back. It can only be dropped."""
 
 
 class GuardedBucket(ShardedBucket):
@@ -286,7 +294,7 @@ class GuardedBucket(ShardedBucket):
                 replaced, shard.data = shard.data, self.shard_view(p, self.master)
                 shard.detach().copy_(replaced)
             if seen is not None and seen[:2] != (value.data_ptr(), p._version):
-                shard.detach().copy_(self.part_of(p, value))
+                shard.data.copy_(self.part_of(p, value))  # the graphs of this forward stay valid
             if seen is None or seen[2] != shard.requires_grad:
                 p.requires_grad = shard.requires_grad
             shard.requires_grad = p.requires_grad
@@ -297,10 +305,6 @@ class GuardedBucket(ShardedBucket):
             else:
                 p.__class__ = Absent
 
-    def holds_back(self):
-        """Whether it has gradients from no_sync() that zero_grad() has not dropped since."""
-        return any(type(self.shards[p].grad) is Part for p in self.filled)
-
     def mark_gradients(self):
         """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
         its gradient back, so that zero_grad() of an optimizer can be seen."""
@@ -308,7 +312,7 @@ class GuardedBucket(ShardedBucket):
             if shard.grad is None and p in self.filled:
                 shard.grad = torch.zeros_like(shard)
             if shard.grad is not None:
-                shard.grad.__class__ = Part
+                shard.grad.__class__ = Held if p in self.filled else Part
 
 
 # -------------------------------------------------------------------------------------------------
@@ -373,9 +377,6 @@ class Zero1(Reducer):
         self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
         self._entered = []  # the units of the forwards under way, the innermost last
-        values = [p.detach() for p in module.parameters() if p.numel() and not p.is_meta]
-        if len({value.data_ptr() for value in values}) < len(values):
-            self._refuse("two parameters share memory: tie them by assigning one to both modules")
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype, init_fn)
         self._sharded = [bucket for unit in self._units for bucket in unit.buckets]
@@ -470,8 +471,8 @@ class Zero1(Reducer):
         for wrong, fact in (
                 (any(part in name.lower() for part in NOT_ELEMENTWISE),
                  "looks at whole parameters, and would see parts: use DDP"),
-                (any(bucket.holds_back() for bucket in self._buckets),
-                 "steps while no_sync() holds gradients back: the last backward ends it"),
+                (any(bucket.filled for bucket in self._buckets),
+                 "steps while no_sync() holds gradients back, or after a backward that raised"),
                 (self._task is None and all(p.grad is None for p in given),
                  "steps after no backward, or one with inputs=, which is not supported")):
             if wrong:
@@ -523,7 +524,7 @@ class Zero1(Reducer):
         In general nothing is current any more, as a write to a shard's .data leaves no trace. But
         between micro-steps in no_sync() no step is due: there a change of version is what counts.
         """
-        accumulates = any(bucket.holds_back() for bucket in self._buckets)
+        accumulates = any(bucket.filled for bucket in self._buckets)
         for unit in self._units:
             if not accumulates or unit.version != unit.current_version():
                 unit.is_current = False
@@ -536,12 +537,13 @@ class Zero1(Reducer):
             return
         unit.is_current = True
         unit.refuse_old_graphs()
+        tag = self._tag + 2 + self._units.index(unit)  # or ranks could swap units out of order
         with torch.profiler.record_function(f"start: gather {unit.name}"):
             for bucket in unit.buckets:
                 if not bucket.lies_in(bucket.master, bucket.whole):
                     # This is the cast, before the gather: half the bytes in bf16.
                     bucket.own_chunk(bucket.whole).copy_(bucket.master)
-                unit.waits.append(all_gather(bucket.whole, self.shard_group, self._tag))
+                unit.waits.append(all_gather(bucket.whole, self.shard_group, tag))
 
     def _finish_gather(self, unit):
         """Wait for the gather of unit, if one is under way. Then its parameters may be read."""
@@ -579,7 +581,7 @@ class Zero1(Reducer):
         for bucket in self._buckets:
             for shard, mean in bucket.targets.values():
                 if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
-                    shard.grad = mean.clone()
+                    shard.grad = mean.data.clone()
 
     def _end_backward(self):
         """Give the shards their means. Outside of a forward nobody reads parameters now."""
@@ -732,9 +734,9 @@ class Zero3(Zero2):
         _bucket_at      {memory: the bucket whose whole parameters are there}
     """
 
-    @functools.wraps(Zero1.__init__)
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def _build_units(self, modules):
+        """As stage 1, and what the courses need."""
+        super()._build_units(modules)
         self._course, self._notes, self._bucket_at = [], [], {}
         self._last_taken = self._older = self._newer = None
         self._way_back = [self._root, *self._units[:0:-1]]
