@@ -243,8 +243,7 @@ class Absent(torch.nn.Parameter):
             if name in ("copy_", "data") and len(args) == 2 and type(args[1]) is not cls:
                 return p.bucket.shards[p].detach().copy_(p.bucket.part_of(p, args[1]))
         raise RuntimeError(f"{name} of {getattr(p, 'full_name', 'one')}: a parameter has a value "
-                           f"in a forward and the backward after it; elsewhere use parameters() or "
-                           f"full_parameters() of the wrapper")
+                           f"in forward and backward; else use parameters() or full_parameters()")
 
 
 class Part(torch.Tensor):
@@ -302,8 +301,7 @@ class GuardedBucket(ShardedBucket):
                 raise RuntimeError(f"{p.full_name}: a shard's hooks do not run: hook the module's")
             if is_there:
                 self.seen[p] = p.data_ptr(), p._version, p.requires_grad
-            else:
-                p.__class__ = Absent
+            p.__class__ = p.kind if is_there else Absent
 
     def mark_gradients(self):
         """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
@@ -372,9 +370,11 @@ class Zero1(Reducer):
         if self.shard_size != self.world_size:
             groups = HierarchicalState(self.shard_size, process_group)
             self.shard_group, self._replicas = groups.inside, groups.across
-        devices = [p.device for p in module.parameters() if not p.is_meta]
+        values = [p.detach() for p in module.parameters() if not p.is_meta]
+        if len({value.data_ptr() or id(value) for value in values}) < len(values):
+            self._refuse("two parameters share memory: tie them by assigning one to both modules")
         nccl = "nccl" in dist.get_backend(self.process_group)
-        self._device = devices[0] if devices else torch.device("cuda" if nccl else "cpu")
+        self._device = values[0].device if values else torch.device("cuda" if nccl else "cpu")
         self._offloads = offload and self._device.type != "cpu"
         self._entered = []  # the units of the forwards under way, the innermost last
         self._build_units(find_units(module) if units is None else units)
