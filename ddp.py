@@ -177,7 +177,7 @@ class Bucket:
 
     def mean_of(self, p):
         """The place of its mean."""
-        return self.view(p, self.gradients)
+        return self.view(p, self.gradients).data  # .data, for a _version of its own
 
     def put(self, p, scale):
         """Move p.grad, times scale, into the buffer; then `p.grad` is a view of it. Returns whether
@@ -449,7 +449,9 @@ class DDP(Reducer):
     RuntimeError on every rank where ranks wrap modules that differ in names, shapes, strides,
     dtypes or frozen parameters. Wrap last: freezing, casting and moving come before. Every backward
     that reaches a parameter is averaged, that of `model.module(x)` too, unless it runs in
-    no_sync(). With a comm hook, nothing else may communicate in the same group during a backward.
+    no_sync(). A `.grad` that a script keeps stays as it is, but views of it, such as `.flatten()`,
+    lie in a bucket: clone what has to outlive the next backward. With a comm hook, nothing else may
+    communicate in the same group during a backward.
     A copy, by deepcopy or pickle, is wrapped without communication, as with init_sync=False; two
     such may not take part in the same backward.
     """
@@ -591,7 +593,8 @@ def top_k_hook(state, bucket):
     added to the next gradient: error feedback, Lin et al., arXiv 1712.01887, section 3.
 
     Each rank sends 8 (W-1) ratio Psi bytes a step: at W = 2 and ratio 0.01, 1/50 of an all-reduce.
-    The residual costs 4 Psi bytes. With ratio 1 the bits are those of the exchange without a hook.
+    The residual costs 4 Psi bytes; that of a parameter is lost in a step in which no rank uses it.
+    With ratio 1 the bits are those of the exchange without a hook.
     """
     W, flat = dist.get_world_size(state.process_group), bucket.buffer()
     ratio = state.ratio if state.iter >= state.start_iter else 1

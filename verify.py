@@ -1280,9 +1280,18 @@ def catches_an_error_in_the_backward(s):
 
 @script()
 def drops_what_no_sync_holds(s):
+    for set_to_none in (True, False):
+        with no_sync(s.model):
+            s.loss().backward()
+        s.optimizer.zero_grad(set_to_none)
+        s.step()
+
+
+@script("held back")
+def scales_what_no_sync_holds(s):
     with no_sync(s.model):
         s.loss().backward()
-    s.optimizer.zero_grad()
+    torch._foreach_mul_([p.grad for p in s.parameters], 0.5)
     s.step()
 
 

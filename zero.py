@@ -148,7 +148,7 @@ class ShardedBucket(Bucket):
         return p in self.filled
 
     def mean_of(self, p):
-        return self.shard_view(p, self.mean)
+        return self.shard_view(p, self.mean).data
 
     def mean_so_far(self):
         """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing. From now
