@@ -192,7 +192,7 @@ class Unit:
         backward through the old weights raises."""
         if self.version != self.current_version():
             self.version = self.current_version()
-            for bucket in self.buckets:
+            for bucket in [bucket for bucket in self.buckets if bucket.seen]:
                 bucket.show(False)
             torch.autograd.graph.increment_version(self.parameters)
 
@@ -288,7 +288,8 @@ class GuardedBucket(ShardedBucket):
         for p, (shape, *_) in self.places.items():
             p.__class__ = p.kind
             shard, value, seen = self.shards[p], p.data, self.seen.pop(p, None)
-            p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
+            if is_there or seen is not None or self.whole is None:  # else nobody could change it
+                p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
             if shard.data_ptr() != self.homes[p]:
                 replaced, shard.data = shard.data, self.shard_view(p, self.master)
                 shard.detach().copy_(replaced)
@@ -467,16 +468,15 @@ class Zero1(Reducer):
         given = {p for group in optimizer.param_groups for p in group["params"]}
         if given.isdisjoint(self._shards.values()):
             return
-        name = type(optimizer).__name__
         for wrong, fact in (
-                (any(part in name.lower() for part in NOT_ELEMENTWISE),
+                (any(part in type(optimizer).__name__.lower() for part in NOT_ELEMENTWISE),
                  "looks at whole parameters, and would see parts: use DDP"),
                 (any(bucket.filled for bucket in self._buckets),
                  "steps while no_sync() holds gradients back, or after a backward that raised"),
                 (self._task is None and all(p.grad is None for p in given),
                  "steps after no backward, or one with inputs=, which is not supported")):
             if wrong:
-                self._refuse(f"{name} {fact}")
+                self._refuse(f"{type(optimizer).__name__} {fact}")
         self._hide_all()
         # Those of torch work element by element, and a Part would cost them time.
         for p in given if type(optimizer).__module__.startswith("torch.optim.") else ():
