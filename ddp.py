@@ -255,12 +255,12 @@ class Reducer(torch.nn.Module):
 
     def _agree(self, options):
         """Raise on every rank, naming the first difference, where ranks wrap different modules.
-        Return a tag, by which messages differ from those of other wrappers."""
+        Return the first of 2**11 tags, by which messages differ from those of other wrappers."""
         tensors = self._named("parameters") + self._named("buffers")
         lines = [f"{self._get_name()} {options}"]
         lines += [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
-        views = [None] * self.world_size  # the id of an object is no other's while it lives
-        tag = id(self) // 16 % 2**20 * 2**11  # and 2**11 numbers after it
+        views = [None] * self.world_size
+        tag = id(self) // 16 % 2**20 * 2**11  # an id, since no other living object has it
         dist.all_gather_object(views, (tag, lines), group=self.process_group)
         tags, views = zip(*views)
         for found in itertools.zip_longest(*views, fillvalue="nothing"):

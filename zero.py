@@ -92,7 +92,7 @@ class ShardedBucket(Bucket):
         self.n = W * self.size
         self.whole = self.master = self.mean = None
         self.shards, self.filled = {}, set()  # shards: {parameter: the optimizer's}
-        self.seen, self.homes = {}, {}
+        self.seen, self.homes = {}, {}  # of GuardedBucket
 
     def own_chunk(self, buffer):
         """This rank's chunk, (S,), of a (W S,) buffer."""
@@ -192,8 +192,8 @@ class Unit:
         backward through the old weights raises."""
         if self.version != self.current_version():
             self.version = self.current_version()
-            for bucket in [bucket for bucket in self.buckets if bucket.seen]:
-                bucket.show(False)
+            for bucket in self.buckets:
+                bucket.show(False)  # before the next line, which would look like a write
             torch.autograd.graph.increment_version(self.parameters)
 
 
@@ -215,7 +215,8 @@ class Unit:
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 QUESTIONS = {"size", "dim", "numel", "stride", "is_floating_point", "data_ptr", "untyped_storage",
              "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-# What no part of a gradient can be asked for; what one that is held back can; whole optimizers.
+# What a part of a gradient cannot be asked for; what it can be while no_sync() holds it back;
+# names of optimizers that look at whole parameters.
 WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean",
               "std", "var", "dot", "matmul", "einsum", "normalize", "topk", "sort", "__setitem__"}
 HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
@@ -358,6 +359,12 @@ class Zero1(Reducer):
     A forward is a collective, also one that only evaluates. A rank may skip units: it gathers them
     with the others. All ranks make as many backwards in no_sync(). Keep the wrapper: hooks go with
     it, and without them nothing is gathered.
+
+    Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
+    as a norm; `max` or `numpy` of a shard's gradient; a view of a gradient that is kept over the
+    next backward; writes into `.data` of shards between micro-steps in no_sync(), in stages 1 and
+    2; a freeze, or zero_grad() of the module, between forward and backward; views of parameters
+    that were made before wrapping; on meta, what `init_weights()` leaves out.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
