@@ -11,7 +11,8 @@ Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (
 2006.15704, section 3.2): parameters are divided among buckets of 25 MB, the last ones first, since
 the backward reaches them first. A hook on each parameter moves its gradient, times 1/W, into the
 bucket's flat buffer. A full bucket is summed over ranks while the backward goes on, and a callback
-at the end of the backward waits for the rest.
+at the end of the backward waits for the rest. (1/W rounds where W is no power of two. So train.py
+calls `set_gradient_divide_factor(1)` and divides after the sum: the same bits for every W.)
 
 How it differs: the W contributions to an element are added in rank order, ((g0 + g1) + g2) + ...,
 wherever it lies in a buffer, so the bucket size never changes a bit. (A ring all-reduce adds in an
@@ -44,10 +45,11 @@ import torch.distributed as dist
 
 
 @torch.no_grad()
-def average_gradients(module, process_group=None):
+def average_gradients(module, process_group=None, divide_factor=None):
     """Overwrite every `p.grad` of module by its mean over ranks: one collective per parameter,
     after the backward, nothing overlaps. A collective: every rank has to call it.
 
+    divide_factor: what the sum over ranks is divided by; the number of ranks unless given.
     A parameter that some ranks did not use counts as zero there; one that no rank used keeps
     `grad is None`, as in torch DDP with find_unused_parameters=True.
     """
@@ -58,7 +60,7 @@ def average_gradients(module, process_group=None):
     for p in itertools.compress(parameters, n_ranks):  # used on some rank
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         # Before the sum, which could overflow in fp16. A division has other bits at W = 3.
-        p.grad.mul_(1 / W)
+        p.grad.mul_(1 / (divide_factor or W))
         contributions = list(p.grad.new_empty(W, *p.shape))
         dist.all_gather(contributions, p.grad.contiguous(), group=process_group)
         add_in_rank_order(contributions, out=p.grad)
@@ -243,7 +245,9 @@ class Reducer(torch.nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True  # what no_sync() changes
         self.exposed_s = 0.0  # seconds that the training thread has waited for communication
-        self._scale = 1 / self.world_size  # of gradients, before they are added up
+        self.gradient_divide_factor = self.world_size  # of sums over ranks
+        # For DDP's comm hook; for stages, the ranks over which parameters are sharded.
+        self._comm_hook = self.comm_state = self.shard_group = None
         # The engine's number of the last backward; whether it averages, None once it has ended.
         self._task, self._averages = -1, None
         # Whether rank 0's buffers count; whether they go to all ranks before the next forward.
@@ -310,6 +314,13 @@ class Reducer(torch.nn.Module):
         self._to_launch.clear()
         self._averages = None
 
+    def set_gradient_divide_factor(self, factor):
+        """Divide the sum of gradients over ranks by factor, from the next backward on: by W unless
+        this is called, and with 1 not at all. As FSDP2's. W and factors that are no power of two
+        round each gradient before the sum; a script that wants the same bits for every W sets 1,
+        and divides after the sum: `clip_gradients_` can do both in one rounding."""
+        self.gradient_divide_factor = factor
+
     @contextlib.contextmanager
     def no_sync(self):
         """Backwards in here only accumulate, in the buckets; the next one outside averages all. It
@@ -364,6 +375,8 @@ class Reducer(torch.nn.Module):
         self._pending = {p for p, node in self._nodes.items() if self.require_backward_grad_sync
                          and torch._C._will_engine_execute_node(node)}
         self._averages = bool(self._pending)
+        # Of gradients, before they are added up. A comm hook takes the mean itself.
+        self._scale = (self.world_size if self._comm_hook else 1) / self.gradient_divide_factor
         self._to_launch = list(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -463,8 +476,6 @@ class DDP(Reducer):
                          init_sync)
         self.device_ids, self.bucket_cap_mb = device_ids, bucket_cap_mb
         self.broadcast_buffers = broadcast_buffers is None or broadcast_buffers
-        self._comm_hook = self.comm_state = None
-        self.shard_group = None  # the ranks over which parameters are sharded
         parameters = list(dict.fromkeys(p for _, p in self._named("parameters")))
         trained = [p for p in parameters if p.requires_grad]
         if len({p.device for p in trained}) != 1:
@@ -477,15 +488,13 @@ class DDP(Reducer):
         buffers = [t for _, t in self._named("buffers")] if self.broadcast_buffers else []
         broadcast(parameters + buffers if init_sync else [], self.process_group)
 
-    def __getstate__(self):
-        """For deepcopy, pickle and AveragedModel: what the copy is made from."""
+    def __reduce__(self):
+        """For deepcopy, pickle and AveragedModel: how to make a copy, and what it has then."""
         if self.process_group is not dist.group.WORLD:
             self._refuse("a copy would use the default process group: copy the module")
-        names = "module device_ids bucket_cap_mb find_unused_parameters broadcast_buffers"
-        return {name: getattr(self, name) for name in names.split()}
-
-    def __setstate__(self, state):
-        self.__init__(**state, init_sync=False)
+        keys = "training device_ids find_unused_parameters broadcast_buffers gradient_divide_factor"
+        make = functools.partial(type(self), bucket_cap_mb=self.bucket_cap_mb, init_sync=False)
+        return make, (self.module,), {name: getattr(self, name) for name in keys.split()}
 
     def forward(self, *inputs, **kwargs):
         self._prepare_forward()
@@ -518,7 +527,7 @@ class DDP(Reducer):
         """
         if self._comm_hook is not None or not callable(hook):
             raise TypeError("DDP: a comm hook must be callable, and registered only once")
-        self.comm_state, self._comm_hook, self._scale = state, torch.no_grad()(hook), 1.0
+        self.comm_state, self._comm_hook = state, torch.no_grad()(hook)
 
     def full_parameters(self):
         """Yield (original name, whole parameter), a tied one once."""
@@ -636,15 +645,16 @@ def total_norm(tensors, process_group=None):
     return total.sqrt()
 
 
-def clip_gradients_(gradients, max_norm, process_group=None):
-    """Scale gradients in place to a total norm of at most max_norm; return the norm before.
+def clip_gradients_(gradients, max_norm, process_group=None, divide_by=1):
+    """Divide gradients in place by divide_by, and scale them to a total norm of at most max_norm;
+    return the norm between the two.
 
-    The one clipping function of all modes. Group as in `total_norm`; max_norm inf only measures.
+    The one clipping function of all modes. Group as in `total_norm`; max_norm inf does not clip.
+    Both are one product: sums over any number of ranks and micro-steps are rounded once.
     """
-    norm = total_norm(gradients, process_group)
-    if max_norm < math.inf:
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()  # rounded to fp32 once
-        for gradient in gradients:
-            # Also when it is 1: asking would make the CPU wait for the GPU.
-            gradient.mul_(factor.to(gradient.device))
+    norm = total_norm(gradients, process_group) / divide_by
+    if gradients and (max_norm < math.inf or divide_by != 1):
+        factor = ((max_norm / (norm + 1e-6)).clamp(max=1.0) / divide_by).float()
+        # Also when it is 1: asking would make the CPU wait for the GPU.
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm

@@ -16,9 +16,11 @@ above it come in the order in which a run meets them. The modes differ in `wrap`
 so no line asks whether there is a group.
 
 How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
-alone. Ranks take its micro batches in turn, so that 1, 2 or 4 ranks read the same samples in the
-same order and, in fp32 on CPU, produce the same bits. What is logged is the mean over all ranks,
-and every decision is taken from numbers that all ranks share.
+alone, and ranks take its micro batches in turn: any number of ranks reads the same samples in the
+same order. Nothing is divided before the gradients of all micro batches are added up, in that
+order. So in fp32 on CPU every number of ranks produces the same bits, also where it changes in the
+middle of a run. What is logged is the mean over all ranks, and every decision is taken from numbers
+that all ranks share.
 
 Output: a line every few steps, out_dir/metrics.jsonl, checkpoints that any mode at any world size
 can resume, a text that the model wrote, and as the last line of stdout `RESULT {json}`, whose
@@ -208,10 +210,11 @@ def check(config):
 def accumulation_steps(config):
     """Micro-steps that a step takes on every rank. Raises ValueError unless whole."""
     m = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
-    at_once = m * dist.get_world_size()  # sequences in a micro-step of all ranks
-    if config.global_batch_size % at_once:
-        raise ValueError(f"--global_batch_size is no multiple of {at_once}, micro batch x ranks")
-    return config.global_batch_size // at_once
+    B, W = config.global_batch_size, dist.get_world_size()
+    if B % (m * W):
+        raise ValueError(f"--global_batch_size {B} in micro batches of {m} does not divide among "
+                         f"{W} ranks, but among {[n for n in range(1, B + 1) if B % (m * n) == 0]}")
+    return B // (m * W)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -486,32 +489,34 @@ def build_model(config, tokenizer):
 def wrap(model, config, device):
     """The plain model -> what the loop calls. Here is where the modes differ.
 
-    Whatever the mode, the result has four things beside forward, so that no other function asks
-    which wrapper it has: shard_group, shard_starts(), full_parameters() and exposed_s.
+    Whatever the mode, the result has what `add_surface` lists beside forward, so that no other
+    function asks which wrapper it has.
     """
+    options = dict(device_ids=[device] if device.type == "cuda" else None,
+                   # None is 25 MB too, but only with None is torch's first bucket small.
+                   bucket_cap_mb=None if config.bucket_cap_mb == 25 else config.bucket_cap_mb,
+                   find_unused_parameters=config.find_unused_parameters)
     if config.compile:
         model.compile_blocks()
     if config.mode in ZERO:
-        return ZERO[config.mode](model, param_dtype=DTYPES.get(config.param_dtype),
-                                 reduce_dtype=DTYPES.get(config.reduce_dtype),
-                                 shard_size=config.shard_size, offload=config.offload)
-    model.to(device)
-    options = dict(device_ids=[device] if device.type == "cuda" else None,
-                   bucket_cap_mb=config.bucket_cap_mb,
-                   find_unused_parameters=config.find_unused_parameters)
+        model = ZERO[config.mode](model, param_dtype=DTYPES.get(config.param_dtype),
+                                  reduce_dtype=DTYPES.get(config.reduce_dtype),
+                                  shard_size=config.shard_size, offload=config.offload)
+    else:
+        model.to(device)
     if config.mode == "ddp":
         model = DDP(model, **options)
-        if config.comm_hook:
-            model.register_comm_hook(*comm_hook(config))
-        return model
     if config.mode == "torch-ddp":
-        if config.bucket_cap_mb == Config.bucket_cap_mb:
-            options["bucket_cap_mb"] = None  # 25 too, but only then is torch's first bucket small
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
     if config.mode == "torch-fsdp":
         for module in (*model.blocks, model):
             fully_shard(module)
-    add_surface(model, config)
+    if config.mode not in ("ddp", *ZERO):
+        add_surface(model, config)
+    elif config.comm_hook:
+        model.register_comm_hook(*comm_hook(config))
+    else:  # `train_step` divides; a comm hook takes the mean over ranks itself
+        model.set_gradient_divide_factor(1)
     return model
 
 
@@ -535,6 +540,7 @@ def add_surface(model, config):
     shard_starts(): {name: the first element of the parameter that this rank has}.
     full_parameters(): yields (name, whole parameter); a collective if they are sharded.
     exposed_s: the seconds that this rank has waited for communication so far.
+    gradient_divide_factor: by what the sum of gradients over ranks has been divided.
     """
     is_sharded = config.mode == "torch-fsdp"
     rank, W = dist.get_rank(), dist.get_world_size()
@@ -547,6 +553,7 @@ def add_surface(model, config):
             yield name, p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
 
     model.shard_group = dist.group.WORLD if is_sharded else None
+    model.gradient_divide_factor = W if "torch" in config.mode else 1
     model.shard_starts, model.full_parameters = lambda: starts, full_parameters
     # Torch's wrappers do not say how long they wait: nan, which is null in metrics.jsonl.
     model.exposed_s = 0.0 if config.mode in ("single", "naive") else math.nan
@@ -634,16 +641,17 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, stop=Fals
         with autocast(config, device):
             _, loss = model(x, y)
         losses[index] = loss.detach()
-        scaler.scale(loss / n).backward()
+        scaler.scale(loss).backward()  # not loss / n, which would round
     if config.mode == "naive":
         naive_s = time.perf_counter()
-        average_gradients(model)
+        average_gradients(model, divide_factor=1)
         model.exposed_s += time.perf_counter() - naive_s
 
-    # clip, on all ranks by the same factor
+    # take the mean of n W micro batches and clip it, on all ranks by the same factor
     scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, model.shard_group).item()
+    grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, model.shard_group,
+                                divide_by=n * W / model.gradient_divide_factor).item()
 
     # add up losses over ranks, and in the same collective what all ranks must know
     sums = torch.cat((losses, losses.new_tensor([not math.isfinite(grad_norm), stop])))
@@ -973,6 +981,7 @@ def newest_sound(folders):
 def resume(config, out_dir, tensors, facts, torchrun_store):
     """Load the checkpoint that --resume names into tensors -> its record, None to start over. A
     collective. After a restart by torchrun it is the newest one in out_dir, whatever --resume says.
+    The line that it prints is a restart's first one, and has the numbers of ranks.
 
     facts: {name: value} of what must be as it was. Raises Stop where it is not, or where the
     checkpoint is damaged. At the end out_dir has the past of this run, and nothing else.
@@ -980,7 +989,7 @@ def resume(config, out_dir, tensors, facts, torchrun_store):
     is_restart = torchrun_store.check(["begun"])
     folders = newest_first(out_dir) if config.resume == "auto" or is_restart else []
     folders += [pathlib.Path(config.resume)] if config.resume not in (None, "auto") else []
-    folder, record, past = newest_sound(folders), None, None
+    folder, record = newest_sound(folders), None
     if folder:
         record = json.loads((folder / RECORD).read_text())
         for name, value in facts.items():
@@ -991,9 +1000,9 @@ def resume(config, out_dir, tensors, facts, torchrun_store):
         # Partial, since a rank that was not there before has no residual of top-k to load.
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder),
                  planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-        say(f"resumed from {folder}, after step {record['step']}")
-        if folder.resolve().parent == out_dir:
-            past = record
+        say(f"resumed from {folder}, after step {record['step']}, on {dist.get_world_size()} ranks "
+            f"({record.get('world_size', 'unknown')} before)")
+    past = record if folder and folder.resolve().parent == out_dir else None
     on_rank_0(rewind, out_dir, past or dict(step=0, best_step=0), past or is_restart)
     # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
     on_rank_0(torchrun_store.set, "begun", "")
@@ -1126,8 +1135,6 @@ def main(config, progress):
     flops_per_token = plain.flops_per_token() / dist.get_world_size()  # of one rank
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak = (peak_flops(name) if config.dtype != "fp32" else None) or math.nan  # of 16-bit units
-    say(f"{sum(p.numel() for p in plain.parameters()):,} parameters | {len(tokens):,} training "
-        f"tokens | {config.mode}, W = {dist.get_world_size()}, {dist.get_backend()} on {name}")
 
     # 3) continue where an earlier run stopped
     out_dir = pathlib.Path(config.out_dir).resolve()
@@ -1137,6 +1144,8 @@ def main(config, progress):
         scaler.load_state_dict(record["scaler"])
         if config.comm_hook in ("topk", "powersgd"):
             model.comm_state.iter = progress["step"]
+    say(f"{sum(p.numel() for p in plain.parameters()):,} parameters | {len(tokens):,} training "
+        f"tokens | {config.mode}, W = {dist.get_world_size()}, {dist.get_backend()} on {name}")
     trackers = start_trackers(config, progress["step"]) if dist.get_rank() == 0 else []
     profiler = start_profiler(config) if config.profile else None
     signals, saved, recent = [], True, []
@@ -1179,7 +1188,7 @@ def main(config, progress):
         is_time = is_due(step, config.save_interval, config.max_steps) and not entry["skipped"]
         if config.save_interval and (is_time or best or stop):
             record = dict(progress | best, facts=facts, scaler=scaler.state_dict(),
-                          config=vars(config))
+                          world_size=dist.get_world_size(), config=vars(config))
             tensors = checkpoint_tensors(model, optimizer, plain, config)  # top-k makes new ones
             saved = save_checkpoint(out_dir, tensors, record)
             progress |= best if saved else {}
