@@ -69,8 +69,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp import (DDP, HierarchicalState, TopKState, add_in_rank_order, average_gradients,
-                 hierarchical_hook, top_k_hook)
+from ddp import (DDP, HierarchicalState, TopKState, average_gradients, hierarchical_hook,
+                 top_k_hook)
 from model import GPT, GPTConfig, PRESETS, rotate_half
 from zero import Zero1, Zero2, Zero3
 
@@ -613,14 +613,14 @@ class Scenarios:
         found.backward()  # averages: what counts is where the backward is
 
 
-def clip_by_hand(parameters, max_norm):
-    """Clipping as in all modes: the norm in float64, the factor rounded to fp32 once. In float64
-    the squares of shards add up to those of the whole, in whichever order, up to that rounding."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def clip_by_hand(gradients, max_norm, N=1):
+    """Divide sums by N and clip, as in all modes: the norm in float64, the factor rounded to fp32
+    once. In float64 the squares of shards add up to those of the whole, in whichever order, up to
+    that rounding."""
     norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-    norm = torch.stack(norms).square().sum().sqrt()
+    norm = torch.stack(norms).square().sum().sqrt() / N
     for gradient in gradients:
-        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).float())
+        gradient.mul_(((max_norm / (norm + 1e-6)).clamp(max=1.0) / N).float())
     return norm
 
 
@@ -662,10 +662,12 @@ def trained(kind, name, scenario=None, accumulation=1, clip=math.inf, optimizer=
     accumulation: micro-steps of a rank and step. clip: largest norm.
     steps: updates and one. compiled: torch.compile of each block of the GPT.
     buffers: whether buffers count, which differ from rank to rank.
-    dealt: every micro-step averages, into what is there, as one process accumulates; otherwise all
-    but the last are in no_sync(). A rank's a-th micro batch is number a W + rank of the step.
+    dealt: as one process accumulates: every micro-step adds to what is there, and the sum of all N
+    micro batches is divided once, at the end. Otherwise all but the last are in no_sync(), and the
+    mean is taken on the way. A rank's a-th micro batch is number a W + rank of the step.
     """
     rank, W = dist.get_rank(), dist.get_world_size()
+    N = W * accumulation if dealt else 1
     module, alone = fresh(name), kind == "one process"
     if rank and kind.startswith(("ddp", "zero", "torch")):  # wrapping has to bring rank 0's values
         for t in (*module.parameters(), *module.buffers()):
@@ -674,6 +676,8 @@ def trained(kind, name, scenario=None, accumulation=1, clip=math.inf, optimizer=
         for block in module.gpt.blocks:
             block.forward = torch.compile(block.forward, backend="aot_eager")
     call = WRAPPERS[kind](module)
+    if dealt and not alone:
+        call.set_gradient_divide_factor(1)
     parameters = [p for p in call.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[optimizer]([
         dict(params=[p for p in parameters if (p.dim() >= 2) == matrices], weight_decay=decay)
@@ -687,13 +691,16 @@ def trained(kind, name, scenario=None, accumulation=1, clip=math.inf, optimizer=
             getattr(Scenarios, scenario)(call, lambda i: loss_of(call, step, i * W + rank))
         for sample in () if scenario else range(W * accumulation):
             if alone or sample % W == rank:
-                hold = not (dealt or alone) and sample // W < accumulation - 1
+                hold = not dealt and sample // W < accumulation - 1
                 with no_sync(call) if hold else nullcontext():
-                    loss = loss_of(call, step, sample)
-                    (loss / (W * accumulation if alone else accumulation)).backward()
+                    (loss_of(call, step, sample) / (1 if dealt else accumulation)).backward()
         if kind == "naive":
             average_gradients(module)
-        norm = getattr(call, "clip_grad_norm_", partial(clip_by_hand, parameters))(clip)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if dealt and not alone:
+            norm = ddp.clip_gradients_(gradients, clip, call.shard_group, divide_by=N)
+        else:
+            norm = getattr(call, "clip_grad_norm_", partial(clip_by_hand, gradients, N=N))(clip)
     return {**state_of(call), "norm": norm.float(), **dict(call.named_buffers() if buffers else ())}
 
 
@@ -719,25 +726,27 @@ def parity(reference, candidates, modules=tuple(ZOO), optimizer="adamw",
 
 
 NAIVE = dict(reference="naive", candidates=("ddp, 1 a bucket", "ddp, 1 kB", *STAGES))
-ALONE = dict(reference="one process", candidates=("ddp", "zero1", "zero3"), clip=0.05)
-DEALT = dict(reference="one process", candidates=("zero2", "zero3"), accumulation=2, dealt=True)
-# 16-bit sums of ranks are rounded once, those of one process after each micro batch.
-IN_FP32 = tuple(name for name in ZOO if name != "mixed")
+# Not "mixed": 16-bit sums of ranks are rounded once, those of one process after each micro batch.
+DEALT = dict(reference="one process", candidates=("zero2", "zero3"), accumulation=2, dealt=True,
+             modules=tuple(name for name in ZOO if name != "mixed"))
+ALONE = dict(DEALT, candidates=("ddp", "zero1", "zero3"), accumulation=1, clip=0.05)
 
 
 @check(dict(NAIVE, W=1, accumulation=2, modules=("gpt", "odd")), dict(NAIVE, W=2, clip=0.05),
        dict(NAIVE, W=2, accumulation=4, modules=("odd", "lora")),
        dict(NAIVE, W=3, accumulation=2, clip=0.05, modules=("odd", "skipping")),
-       dict(NAIVE, W=4, modules=("experts",)), dict(ALONE, W=2), dict(DEALT, W=2, modules=("gpt",)),
-       dict(ALONE, W=4, modules=("again",)), dict(DEALT, W=4, modules=("skipping",)),
+       dict(NAIVE, W=4, modules=("experts",)), dict(ALONE, W=3), dict(DEALT, W=3, modules=("gpt",)),
+       dict(DEALT, W=4, modules=("skipping",)),
+       dict(ALONE, W=2, candidates=("ddp all", "zero1"), modules=("again",)),
        full=[*(dict(NAIVE, **row) for row in grid(W=(1, 2, 3, 4), accumulation=(1, 2, 4),
                                                   clip=(math.inf, 0.05))),
-             *(dict(base, W=W, modules=IN_FP32) for base in (ALONE, DEALT) for W in (1, 2, 4))],
+             *(dict(base, W=W) for base in (ALONE, DEALT) for W in (1, 2, 3, 4))],
        limit_s=120)
 def ours_are_naive(**case):
     """DDP, in buckets of any size, and each stage give the bits of one collective per parameter, at
-    any world size, accumulated in no_sync(), clipped or not; and those of one process that
-    accumulates the same micro batches, stages 2 and 3 however these are split over ranks."""
+    any world size, accumulated in no_sync(), clipped or not; with set_gradient_divide_factor(1)
+    those of one process that accumulates the same micro batches, at W = 3 too, stages 2 and 3
+    however these are split over ranks."""
     parity(**case)
 
 
@@ -792,26 +801,23 @@ def sums_are_in_rank_order():
     """An element's contributions are scaled, then added in rank order, wherever it stands; 16-bit
     ones in fp32.
 
-    By hand that is ((g0 + g1) + g2) + g3. A ring adds each chunk in another order, and torch.sum
-    regroups from five contributions on: both would tie the bits to the layout of a bucket.
+    By hand that is ((g0 + g1) + g2) + g3. A ring adds each chunk in another order, which would tie
+    the bits to the layout of a bucket. (torch.sum regroups from five contributions on: runs on five
+    and six ranks show that.)
     """
     rank, W = dist.get_rank(), dist.get_world_size()
-    nine = torch.randn(9, 50, generator=torch.Generator().manual_seed(0))
-    by_hand = reduce(torch.add, nine)
-    assert not torch.equal(by_hand, nine.sum(0)), "the order made no difference, so no test"
-    add_in_rank_order(list(nine), out=(out := torch.empty(50)))
-    assert torch.equal(out, by_hand)
     drawn = [[*(torch.randn(n, generator=torch.Generator().manual_seed(n + r))
                 for n in (0, 1, 2, 3, 49, 50)),
               torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)[r].view(1)]
              for r in range(W)]
     module = nn.ParameterList(torch.zeros_like(t) for t in drawn[0])
-    for p, gradient in zip(module, drawn[rank]):
-        p.grad = gradient.clone()
-    average_gradients(module)
-    for p, *parts in zip(module, *drawn):
-        expected = reduce(torch.add, [(part * (1 / W)).float() for part in parts])
-        assert torch.equal(p.grad, expected.to(p.dtype)), f"{p.numel()} elements of {p.dtype}"
+    for factor in (W, 1):
+        for p, gradient in zip(module, drawn[rank]):
+            p.grad = gradient.clone()
+        average_gradients(module, divide_factor=1 if factor == 1 else None)
+        for p, *parts in zip(module, *drawn):
+            expected = reduce(torch.add, [(part * (1 / factor)).float() for part in parts])
+            assert torch.equal(p.grad, expected.to(p.dtype)), f"{p.numel()} elements of {p.dtype}"
 
 
 @check(*grid(W=(2, 3)))
@@ -1561,7 +1567,7 @@ def in_update(n, on_rank, act, *arguments):
     update, calls = torch.optim.AdamW.step, itertools.count(1)
 
     def step(optimizer, *closure):
-        if next(calls) == n and this_rank() == on_rank:
+        if next(calls) == n and on_rank in (None, this_rank()):
             act(*(arguments or [optimizer]))
         return update(optimizer, *closure)
 
@@ -1624,9 +1630,14 @@ def disturbed(mode, status, fact, *plant):
 
 LOST = r"train\.py: .*step [23]\b"
 FAMILIES = {
-    # W x micro-steps = 4. Stages 2 and 3 add as one process does; others add a rank's own first.
-    "in order": [one(W, mode, global_batch_size=4) for W, modes in (
-        (1, MODES), (2, MODES[4:6]), (4, MODES[1:6])) for mode in modes],
+    # Stages 2 and 3 add as one process does, for any W x micro-steps = 60.
+    "any W": [one(W, mode, global_batch_size=60) for W, mode in (
+        (1, "single"), *itertools.product((2, 3, 4, 5, 6, 10, 12), ("zero2", "zero3")))],
+    "not clipped": [one(W, mode, global_batch_size=15, grad_clip=0) for W, mode in (
+        (1, "single"), (3, "zero2"), (5, "zero3"), (15, "zero3"))],
+    # The others do so with one micro-step a rank. With two they add a rank's own first.
+    **{f"{N} at once": [one(W, mode, global_batch_size=N) for W, modes in (
+        (1, MODES), (N, MODES[1:6])) for mode in modes] for N in (3, 4, 5, 6, 9)},
     "ranks first": [one(2, mode, global_batch_size=4) for mode in (*MODES[1:4], *MODES[6:])],
     # One micro-step a rank, and options that change no bit.
     "two": [one(1, "single"), *(one(2, mode) for mode in MODES[1:]),
@@ -1647,14 +1658,12 @@ FAMILIES = {
     # From an evaluated step of any mode and world size to any other.
     "every mode": [one(1, "single", max_steps=9),
                    chain(*((mode, 2) for mode in (*MODES[1:], "torch-fsdp", "naive")))],
-    "every W": [one(1, "single", max_steps=5, global_batch_size=4),
-                chain(("zero3", 4), ("zero2", 2), ("single", 1), ("zero3", 2), ("zero2", 4),
-                      global_batch_size=4)],
-    "three": [one(3, "naive", max_steps=3, global_batch_size=3),
-              chain(("ddp", 3), ("zero1", 3), ("zero3", 3), global_batch_size=3)],
-    **{f"{name} {value}": [one(2, mode, **{name: value}) for mode in modes]
+    "every W": [one(1, "single", max_steps=5, global_batch_size=12),
+                chain(("zero3", 4), ("zero2", 3), ("single", 1), ("zero3", 6), ("zero2", 2),
+                      global_batch_size=12)],
+    **{f"{name} {value}": [one(1 + (mode != "single"), mode, **{name: value}) for mode in modes]
        for name, values, modes in (
-           ("dtype", ["bf16", "fp16"], MODES[1:]), ("param_dtype", ["bf16", "fp16"], STAGES),
+           ("dtype", ["bf16", "fp16"], MODES), ("param_dtype", ["bf16", "fp16"], STAGES),
            ("reduce_dtype", ["bf16"], STAGES), ("comm_hook", ["bf16", "powersgd", "topk"], ["ddp"]))
        for value in values},
     # A nan or an inf on one rank in steps 2 and 3: skipped by all, who in fp16 halve the scale.
@@ -1665,10 +1674,11 @@ FAMILIES = {
 # What top-k has not sent yet goes on with the run.
 FAMILIES["comm_hook topk"].append(chain(*4 * [("ddp", 2)], comm_hook="topk"))
 # The stories of a family that run without --full; in "two" all faults.
-SAMPLED = {"in order": [0, 7, 9, 14], "ranks first": [2, 4], "two": [0, *range(8, 20)],
-           **dict.fromkeys(("every mode", "every W", "three", "largest micro batch",
-                            "param_dtype bf16", "reduce_dtype bf16", "comm_hook topk"), [0, 1]),
-           "dtype bf16": [1, 3], "dtype fp16": [1, 4], "nan": [1, 4], "inf": [1, 3, 4]}
+SAMPLED = {"any W": [0, 1, 4, 5, 8, 9], "3 at once": [0, 8], "4 at once": [0, 7, 12],
+           "5 at once": [0, 9], "6 at once": [0, 10], "two": [0, *range(8, 20)], "nan": [1, 4],
+           "dtype bf16": [0, 2, 4], "dtype fp16": [0, 2, 5], "inf": [1, 3, 4], "ranks first": [2, 4],
+           **dict.fromkeys(("not clipped", "every mode", "every W", "largest micro batch",
+                            "param_dtype bf16", "reduce_dtype bf16", "comm_hook topk"), [0, 1])}
 METRICS = {"step", "loss", "lr", "grad_norm", "param_norm", "val_loss", "tokens_per_sec",
            "step_ms", "comm_exposed_ms", "mfu", "mem_bytes"}
 RESULT = {"mode", "world_size", "steps", "train_loss", "val_loss", "tokens_per_sec", "step_ms",
@@ -1739,32 +1749,56 @@ def die_in(*functions):
         setattr(os, name, lambda *_, **__: signal.raise_signal(signal.SIGKILL))
 
 
-def under_torchrun(folder, plant, **options):
-    """torchrun's agent with two ranks and three restarts; ranks are forked, not started anew."""
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="verify",
-                          rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=3,
+# event -> (steps, what is planted in a node of two ranks and, if there is one, in another node of
+# one rank; how many ranks the run has in turn)
+EVENTS = {
+    "rank 0 dies in fsync": (4, [partial(in_update, 3, 0, die_in, "fsync")], [2, 2]),
+    "rank 0 dies in rename": (8, [partial(in_update, 3, 0, die_in, "rename", "replace")], 4 * [2]),
+    "a node dies": (4, [int, partial(in_update, 3, None, os.killpg, 0, signal.SIGKILL)], [3, 2]),
+    "a node joins": (4, [partial(in_update, 3, 0, signal.pause), int], [2, 3])}  # until SIGTERM
+
+
+def under_torchrun(folder, plant, n_ranks, n_nodes, port, **options):
+    """torchrun's agent on a node, with three restarts; ranks are forked, not started anew."""
+    config = LaunchConfig(min_nodes=1, max_nodes=n_nodes, nproc_per_node=n_ranks, run_id="verify",
+                          rdzv_backend="c10d", rdzv_endpoint=f"localhost:{port}", max_restarts=3,
+                          rdzv_configs=dict(last_call_timeout=3, keep_alive_interval=1),
                           monitor_interval=0.1, start_method="fork")
-    os.dup2(os.open(f"{folder}/agent", os.O_CREAT | os.O_WRONLY), 2)
+    os.setpgid(0, 0)  # to be killed together with its ranks
+    os.dup2(os.open(f"{folder}/agent", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    if options["resume"]:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or a node that joins waits
     elastic_launch(config, execute)(flags(**options), folder, {}, plant)
 
 
-@check(dict(W=1, kills=1, functions=("fsync",)), limit_s=120,
-       full=grid(W=(1,), kills=(3,), functions=(("fsync",), ("rename", "replace"))))
-def kill_9_under_torchrun_resumes(kills, functions):
-    """After kill -9 in the middle of a checkpoint torchrun starts all ranks again: they resume by
-    themselves, never from an earlier run's checkpoints, and end on the undisturbed bits."""
+@check(*grid(W=(1,), event=tuple(EVENTS)[::2]), full=grid(W=(1,), event=tuple(EVENTS)), limit_s=90)
+def torchrun_goes_on(event):
+    """After kill -9 of a rank in the middle of a checkpoint, or of a whole node, and when a node
+    joins, torchrun starts all ranks again, as many as there are: they resume by themselves, never
+    from an earlier run's checkpoints, and end on the bits of one process."""
+    steps, plants, worlds = EVENTS[event]
     with temporary() as folder:
-        options = dict(mode="zero3", max_steps=2 * kills + 2, save_interval=1)
-        expected = finish(folder / "whole", 2, **options)["param_sha256"]
-        finish(folder / "out", save_interval=4, max_steps=20, seed=3)  # another run's remains
-        plant = partial(in_update, 3, 0, die_in, *functions)  # in the third step after each start
-        agent = fork_server().Process(target=under_torchrun, args=(folder, plant),
-                                      kwargs=dict(options, out_dir=folder / "out"))
-        agent.start()
-        agent.join(60)
-        printed, steps = (folder / "stdout").read_text(), lines_of(folder / "out/metrics.jsonl")
-    assert agent.exitcode == 0 and printed.count("resumed from") == kills, printed[-2000:]
-    assert f'"param_sha256": "{expected}"' in printed and len(steps) == 2 * kills + 2
+        options = dict(max_steps=steps, save_interval=1, global_batch_size=6)
+        expected = finish(folder / "alone", **options)["param_sha256"]
+        resume = "auto" if event == "a node joins" else None  # its agents have stores of their own
+        if not resume:
+            finish(folder / "out", save_interval=4, max_steps=20, seed=3)  # another run's remains
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        agents = [fork_server().Process(
+            target=under_torchrun, args=(folder, plant, n_ranks, len(plants), store.port),
+            kwargs=dict(options, mode="zero3", resume=resume, out_dir=folder / "out"))
+            for plant, n_ranks in zip(plants, (2, 1))]
+        for agent in agents:
+            agent.start()
+            while resume and not (folder / "out/metrics.jsonl").exists():
+                time.sleep(0.1)
+        for agent in agents:
+            agent.join(60)
+        printed, entries = (folder / "stdout").read_text(), lines_of(folder / "out/metrics.jsonl")
+    found = re.findall(r"^resumed.* on (\d) ranks \((\d) before\)$", printed, re.MULTILINE)
+    assert found == [(str(now), str(before)) for before, now in itertools.pairwise(worlds)], printed
+    assert agents[0].exitcode == 0 and f'"param_sha256": "{expected}"' in printed, printed[-2000:]
+    assert [entry["step"] for entry in entries] == [*range(1, steps + 1)]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1772,13 +1806,13 @@ def kill_9_under_torchrun_resumes(kills, functions):
 
 
 def log_run(folder):
-    """Plant logs of the blocks that a rank trains on, whose first two targets are their numbers,
-    and of the parameter groups that AdamW has."""
+    """Plant logs of the blocks that a run trains on, whose first two targets are their numbers, and
+    of the parameter groups that AdamW has."""
     cross_entropy = F.cross_entropy
 
     def logged(logits, targets, **_):
         if torch.is_grad_enabled():
-            write_line(f"{folder}/{this_rank()}", (256 * targets[::4] + targets[1::4]).tolist())
+            write_line(f"{folder}/order", (256 * targets[::4] + targets[1::4]).tolist())
         return cross_entropy(logits, targets)
 
     def log_groups(optimizer):
@@ -1793,38 +1827,27 @@ def log_run(folder):
 
 @check(dict(W=1))
 def data_and_rates_are_as_promised():
-    """At any W ranks read the same samples in the same order, micro-step by micro-step; none comes
-    twice in an epoch; a resumed run goes on with the next. nanoGPT's folders are read. Warm-up is
-    linear, then a cosine; weights decay in two or more dimensions only."""
-    n, batch, m, steps = 50, 12, 2, 8
-
-    def order(mode, W, *legs):
-        """Block numbers in the order of training; legs: steps after which it stops."""
-        out = folder / f"{W} {legs}"
-        out.mkdir()
-        for leg in legs:
-            finish(out / "out", W, dataset=folder, block_size=4, global_batch_size=batch,
-                   micro_batch_size=m, max_steps=leg, save_interval=100, eval_steps=0, mode=mode,
-                   resume="auto", min_lr=0.001, grad_clip=0.5, plant=partial(log_run, out))
-        assert lines_of(out / "groups")[0] == [[0.9, 0.99, 0.1, [2]], [0.9, 0.99, 0.0, [1]]]
-        return [number for micro_step in zip(*(lines_of(out / str(r)) for r in range(W)))
-                for micro_batch in micro_step for number in micro_batch]
-
+    """No sample comes twice in an epoch, and epochs have another order. nanoGPT's folders are read.
+    Warm-up is linear, then a cosine; weights decay in two or more dimensions only. (That ranks take
+    the samples in this order is what the hashes of any number of ranks show.)"""
+    n, batch, steps = 50, 12, 8
     with temporary() as folder:
         tokens = [0, *itertools.chain(*((i // 256, i % 256, 0, 0) for i in range(n)))]
         for name, ids in (("train.bin", tokens), ("val.bin", tokens[:5])):  # 50 blocks, and one
             np.array(ids, dtype=np.uint16).tofile(folder / name)
-        alone = order("single", 1, steps)
-        assert alone == order("zero3", 2, steps) == order("ddp", 3, steps)
-        assert alone == order("zero2", 2, 3, steps)
+        finish(folder / "out", dataset=folder, block_size=4, global_batch_size=batch, eval_steps=0,
+               micro_batch_size=2, max_steps=steps, min_lr=0.001, grad_clip=0.5,
+               plant=partial(log_run, folder))
+        order = [number for micro_batch in lines_of(folder / "order") for number in micro_batch]
+        assert lines_of(folder / "groups")[0] == [[0.9, 0.99, 0.1, [2]], [0.9, 0.99, 0.0, [1]]]
+        for step, entry in enumerate(lines_of(folder / "out/metrics.jsonl")):
+            cosine = 0.001 + 0.009 * (1 + math.cos(math.pi * (step - 2) / (steps - 2))) / 2
+            assert abs(entry["lr"] - (0.01 * (step + 1) / 3 if step < 2 else cosine)) < 1e-9, entry
         (folder / "text").write_text("a" * 9000 + "b" * 1000)
         ends = finish(folder / "out", dataset=folder / "text", max_steps=40)
         assert ends["train_loss"] < 1 and ends["val_loss"] > 4, "the last tenth validates"
-        for step, entry in enumerate(lines_of(folder / "1 (8,)/out/metrics.jsonl")):
-            cosine = 0.001 + 0.009 * (1 + math.cos(math.pi * (step - 2) / (steps - 2))) / 2
-            assert abs(entry["lr"] - (0.01 * (step + 1) / 3 if step < 2 else cosine)) < 1e-9, entry
-    epochs = [alone[i:i + n // batch * batch] for i in range(0, len(alone), n // batch * batch)]
-    assert len(alone) == steps * batch and epochs[0] != epochs[1], "two epochs have one order"
+    epochs = [order[i:i + n // batch * batch] for i in range(0, len(order), n // batch * batch)]
+    assert len(order) == steps * batch and epochs[0] != epochs[1], "two epochs have one order"
     assert all(len(set(epoch)) == len(epoch) for epoch in epochs), "a sample came twice"
 
 
