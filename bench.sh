@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tables of how equal, how fast and how large the modes are, beside what ships with torch.
 #
-#     ./bench.sh bits             the param_sha256 of every mode at 1, 2 and 4 ranks
+#     ./bench.sh bits             the param_sha256 of every mode at 1, 2, 3, 4, 6 and 12 ranks
 #     ./bench.sh modes            time and memory of every mode, of torch's and of DeepSpeed's
 #     ./bench.sh scaling          weak and strong scaling, and a model of it out to 4096 ranks
 #     ./bench.sh tune             micro batch and bucket size; ends with the command line to use
@@ -20,7 +20,7 @@
 # Runs by themselves scatter by up to 20 % on a shared machine. So each round runs every row once, and a
 # cell is the median of the rounds, with the quartiles beside it.
 #
-# Cost on two cores: modes half an hour, scaling 20 minutes, the others about 5.
+# Cost on two cores: modes half an hour, scaling 20 minutes, bits 10, the others about 5.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -37,7 +37,7 @@ FLAGS=(--out_dir out/bench/run --eval_steps 0 --sample_tokens 0 --save_interval 
 SMALL=(--n_layer 10 --n_head 8 --n_embd 512 --block_size 64)
 case $COMMAND in
 bits)
-    ROUNDS=1 MICRO_BATCH_SIZE=4 VARIANTS=("8 sequences=8" "16 sequences=16")
+    WORLDS="1 2 3 4 6 12" ROUNDS=1 VARIANTS=("12 micro batches=12")
     ROWS=(single naive ddp zero1 zero2 zero3 torch-ddp torch-fsdp) FLAGS+=(--max_steps 20) ;;
 modes)
     FLAGS+=("${SMALL[@]}" --max_steps 8)

@@ -1675,8 +1675,8 @@ FAMILIES = {
 FAMILIES["comm_hook topk"].append(chain(*4 * [("ddp", 2)], comm_hook="topk"))
 # The stories of a family that run without --full; in "two" all faults.
 SAMPLED = {"any W": [0, 1, 4, 5, 8, 9], "3 at once": [0, 8], "4 at once": [0, 7, 12],
-           "5 at once": [0, 9], "6 at once": [0, 10], "two": [0, *range(8, 20)], "nan": [1, 4],
-           "dtype bf16": [0, 2, 4], "dtype fp16": [0, 2, 5], "inf": [1, 3, 4], "ranks first": [2, 4],
+           "5 at once": [0, 9], "6 at once": [0, 10], "two": [0, *range(8, 20)], "inf": [1, 3, 4],
+           "dtype bf16": [0, 2, 4], "dtype fp16": [0, 2, 5], "nan": [1, 4], "ranks first": [2, 4],
            **dict.fromkeys(("not clipped", "every mode", "every W", "largest micro batch",
                             "param_dtype bf16", "reduce_dtype bf16", "comm_hook topk"), [0, 1])}
 METRICS = {"step", "loss", "lr", "grad_norm", "param_norm", "val_loss", "tokens_per_sec",
