@@ -25,8 +25,9 @@ its shards do not get the bits of the whole.)
 How it differs: the gather of a unit overlaps with the forward of the one before. In stage 3 the
 backward gathers a unit when autograd asks for one of its weights, so a model may call its units
 again, out of order or in a checkpoint. On CPU contributions to a gradient are added in rank order,
-in stages 2 and 3 micro-step by micro-step. Outside of no_sync(), and for W a power of two, that
-gives the bits of one process that accumulates the same micro batches.
+in stages 2 and 3 micro-step by micro-step. Outside of no_sync() that gives the bits of one process
+that accumulates the same micro batches, if W is a power of two, or if 1/W is left out: train.py
+calls `set_gradient_divide_factor(1)` and divides after the sum.
 
 Cost beside the table: during the backward three buckets of 25 MB, one that fills, one that is sent
 and what arrives for it (Zero1: the last); in Zero3 the root and two units; under no_sync() whole
@@ -707,8 +708,8 @@ class Zero1(Reducer):
 
 class Zero2(Zero1):
     """P_os+g: each rank keeps also only its 1/W of the gradients. Every backward outside no_sync()
-    reduces them, and adds their mean to the shards' `.grad`: W x accumulation micro batches give
-    the bits of one process that accumulates as many, for W a power of two."""
+    reduces them, and adds their mean to the shards' `.grad`, micro batch after micro batch, as one
+    process accumulates them."""
 
     def _keep_gradients(self, bucket):
         """Keep only the mean of the own chunk, in memory of its own: then `_reduce` frees the whole
