@@ -315,10 +315,9 @@ class Reducer(torch.nn.Module):
         self._averages = None
 
     def set_gradient_divide_factor(self, factor):
-        """Divide the sum of gradients over ranks by factor, from the next backward on: by W unless
-        this is called, and with 1 not at all. As FSDP2's. W and factors that are no power of two
-        round each gradient before the sum; a script that wants the same bits for every W sets 1,
-        and divides after the sum: `clip_gradients_` can do both in one rounding."""
+        """From the next backward on divide the sum of gradients over ranks by factor; before, that
+        is W. As FSDP2's. A factor that is no power of two rounds each gradient before the sum. For
+        the same bits at every W set 1, and divide the sum, as `clip_gradients_` can."""
         self.gradient_divide_factor = factor
 
     @contextlib.contextmanager
