@@ -245,7 +245,7 @@ class Reducer(torch.nn.Module):
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True  # what no_sync() changes
         self.exposed_s = 0.0  # seconds that the training thread has waited for communication
-        self.gradient_divide_factor = self.world_size  # of sums over ranks
+        self.gradient_divide_factor = self.world_size  # what the sum over ranks is divided by
         # For DDP's comm hook; for stages, the ranks over which parameters are sharded.
         self._comm_hook = self.comm_state = self.shard_group = None
         # The engine's number of the last backward; whether it averages, None once it has ended.
