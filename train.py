@@ -492,9 +492,8 @@ def wrap(model, config, device):
     Whatever the mode, the result has what `add_surface` lists beside forward, so that no other
     function asks which wrapper it has.
     """
-    options = dict(device_ids=[device] if device.type == "cuda" else None,
-                   # None is 25 MB too, but only with None is torch's first bucket small.
-                   bucket_cap_mb=None if config.bucket_cap_mb == 25 else config.bucket_cap_mb,
+    # None is 25 MB too, but only with None is torch's first bucket small.
+    options = dict(bucket_cap_mb=None if config.bucket_cap_mb == 25 else config.bucket_cap_mb,
                    find_unused_parameters=config.find_unused_parameters)
     if config.compile:
         model.compile_blocks()
@@ -587,8 +586,11 @@ def make_optimizer(model, config):
 
 def make_scaler(config, device):
     """Loss scaling for fp16, off for other dtypes. Its check for inf is reduced over all ranks: if
-    one skips a step, all do, and all halve the scale."""
-    return ShardedGradScaler(device.type, enabled="fp16" in (config.dtype, config.param_dtype))
+    one skips a step, all do, and all halve the scale. It begins with 2**16, torch's number, over N
+    micro batches, rounded to a power of two, since their losses are not divided by N."""
+    N = accumulation_steps(config) * dist.get_world_size()
+    return ShardedGradScaler(device.type, 2.0 ** (16 - (N - 1).bit_length()),
+                             enabled="fp16" in (config.dtype, config.param_dtype))
 
 
 def autocast(config, device):
