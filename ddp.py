@@ -49,7 +49,8 @@ def average_gradients(module, process_group=None, divide_factor=None):
     """Overwrite every `p.grad` of module by its mean over ranks: one collective per parameter,
     after the backward, nothing overlaps. A collective: every rank has to call it.
 
-    divide_factor: what the sum over ranks is divided by; the number of ranks unless given.
+    divide_factor: what the sum over ranks is divided by; the number of ranks unless given. With
+    another one, call it once a step: it would sum again what an earlier call has summed.
     A parameter that some ranks did not use counts as zero there; one that no rank used keeps
     `grad is None`, as in torch DDP with find_unused_parameters=True.
     """
@@ -239,17 +240,17 @@ class Reducer(torch.nn.Module):
 
     def __init__(self, module, process_group, find_unused_parameters, options, init_sync=True):
         super().__init__()
-        self.module = module
+        self.module, self.find_unused_parameters = module, find_unused_parameters
         self.process_group = process_group or dist.group.WORLD
         self.world_size = dist.get_world_size(process_group)
-        self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True  # what no_sync() changes
         self.exposed_s = 0.0  # seconds that the training thread has waited for communication
-        self.gradient_divide_factor = self.world_size  # what the sum over ranks is divided by
+        self.gradient_divide_factor = None  # what the sum over ranks is divided by; None: W
         # For DDP's comm hook; for stages, the ranks over which parameters are sharded.
         self._comm_hook = self.comm_state = self.shard_group = None
-        # The engine's number of the last backward; whether it averages, None once it has ended.
-        self._task, self._averages = -1, None
+        # The engine's number of the last backward; whether it averages, None once it has ended;
+        # whether the last one that has ended did.
+        self._task, self._averages, self._has_averaged = -1, None, False
         # Whether rank 0's buffers count; whether they go to all ranks before the next forward.
         self.broadcast_buffers = self._sync_buffers = True
         # Buckets of the backward under way; (what is reduced, what waits for it).
@@ -263,8 +264,8 @@ class Reducer(torch.nn.Module):
         tensors = self._named("parameters") + self._named("buffers")
         lines = [f"{self._get_name()} {options}"]
         lines += [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
-        views = [None] * self.world_size
-        tag = id(self) // 16 % 2**20 * 2**11  # an id, since no other living object has it
+        # An id, since no other living object has it.
+        tag, views = id(self) // 16 % 2**20 * 2**11, [None] * self.world_size
         dist.all_gather_object(views, (tag, lines), group=self.process_group)
         tags, views = zip(*views)
         for found in itertools.zip_longest(*views, fillvalue="nothing"):
@@ -283,8 +284,7 @@ class Reducer(torch.nn.Module):
         """From now on move the gradients of these buckets' parameters into them."""
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
-        named = self.module.named_parameters()
-        self._names = {p: name for name, p in named if p in self._bucket_of}
+        self._names = {p: n for n, p in self.module.named_parameters() if p in self._bucket_of}
         for p in self._names:
             attach(p.register_hook, self._notice_backward)
             attach(p.register_post_accumulate_grad_hook, self._on_gradient)
@@ -315,9 +315,10 @@ class Reducer(torch.nn.Module):
         self._averages = None
 
     def set_gradient_divide_factor(self, factor):
-        """From the next backward on divide the sum of gradients over ranks by factor; before, that
-        is W. As FSDP2's. A factor that is no power of two rounds each gradient before the sum. For
-        the same bits at every W set 1, and divide the sum, as `clip_gradients_` can."""
+        """Divide the sum of gradients over ranks by factor, a number above 0, and no longer by W,
+        from the next backward on. As FSDP2's. A factor that is no power of two rounds each gradient
+        before the sum. For the same bits at every W set 1, and divide after the sum, as
+        `clip_gradients_` can. A loss over the shards of a stage counts once, not once per rank."""
         self.gradient_divide_factor = factor
 
     @contextlib.contextmanager
@@ -362,6 +363,7 @@ class Reducer(torch.nn.Module):
     def _begin_backward(self):
         """Find out which gradients this backward will bring, and whether it averages."""
         self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
+        self._over_mean = self.world_size / (self.gradient_divide_factor or self.world_size)
         for bucket in self._buckets:
             for p, (owner, mean) in bucket.targets.items():
                 if owner.grad is not mean and sys.getrefcount(mean) > 3:  # a script has kept it
@@ -369,13 +371,15 @@ class Reducer(torch.nn.Module):
                 place = bucket.mean_of(p)
                 if mean.data_ptr() != place.data_ptr():  # or it has replaced its .data
                     bucket.targets[p] = owner, place
+                if self._has_averaged and self._over_mean != 1 and p.grad is not None:
+                    p.grad.div_(self._over_mean)  # DDP's, a sum already: W ranks will add it again
         # Only parameters that this backward reaches: others must not delay their bucket. For
         # torch.autograd.grad() of one the engine raises, as nothing would average.
         self._pending = {p for p, node in self._nodes.items() if self.require_backward_grad_sync
                          and torch._C._will_engine_execute_node(node)}
         self._averages = bool(self._pending)
         # Of gradients, before they are added up. A comm hook takes the mean itself.
-        self._scale = (self.world_size if self._comm_hook else 1) / self.gradient_divide_factor
+        self._scale = self._over_mean / (1 if self._comm_hook else self.world_size)
         self._to_launch = list(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -420,8 +424,8 @@ class Reducer(torch.nn.Module):
         """The engine's callback after a backward: reduce the buckets that are left, wait for all,
         and give each parameter that some rank has used its mean. Costs an all-reduce of a number
         per parameter. Raises RuntimeError naming unused parameters, unless they are expected."""
-        averages, self._averages = self._averages, None
-        if not averages:
+        self._has_averaged, self._averages = self._averages, None
+        if not self._has_averaged:
             return
         self._launch(at_end=True)
         self._finish()

@@ -539,7 +539,7 @@ def add_surface(model, config):
     shard_starts(): {name: the first element of the parameter that this rank has}.
     full_parameters(): yields (name, whole parameter); a collective if they are sharded.
     exposed_s: the seconds that this rank has waited for communication so far.
-    gradient_divide_factor: by what the sum of gradients over ranks has been divided.
+    gradient_divide_factor: what the sum of gradients over ranks has been divided by; None: W.
     """
     is_sharded = config.mode == "torch-fsdp"
     rank, W = dist.get_rank(), dist.get_world_size()
@@ -552,7 +552,7 @@ def add_surface(model, config):
             yield name, p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
 
     model.shard_group = dist.group.WORLD if is_sharded else None
-    model.gradient_divide_factor = W if "torch" in config.mode else 1
+    model.gradient_divide_factor = None if "torch" in config.mode else 1
     model.shard_starts, model.full_parameters = lambda: starts, full_parameters
     # Torch's wrappers do not say how long they wait: nan, which is null in metrics.jsonl.
     model.exposed_s = 0.0 if config.mode in ("single", "naive") else math.nan
@@ -653,7 +653,7 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, stop=Fals
     scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, model.shard_group,
-                                divide_by=n * W / model.gradient_divide_factor).item()
+                                n * W / (model.gradient_divide_factor or W)).item()
 
     # add up losses over ranks, and in the same collective what all ranks must know
     sums = torch.cat((losses, losses.new_tensor([not math.isfinite(grad_norm), stop])))
