@@ -378,7 +378,7 @@ class Reducer(torch.nn.Module):
         self._pending = {p for p, node in self._nodes.items() if self.require_backward_grad_sync
                          and torch._C._will_engine_execute_node(node)}
         self._averages = bool(self._pending)
-        # Of gradients, before they are added up. A comm hook takes the mean itself.
+        # What gradients are multiplied by before the sum. A comm hook takes the mean itself.
         self._scale = self._over_mean / (1 if self._comm_hook else self.world_size)
         self._to_launch = list(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
