@@ -26,7 +26,6 @@ In this order: the oracle, collectives, buckets, the reducer that ZeRO shares, D
 clipping.
 """
 
-import concurrent.futures
 import contextlib
 import functools
 import itertools
@@ -57,7 +56,7 @@ def average_gradients(module, process_group=None, divide_factor=None):
     W = dist.get_world_size(process_group)
     parameters = [p for p in module.parameters() if p.requires_grad]  # a tied weight appears once
     # Ranks must agree on which collectives follow, or one of them waits forever.
-    n_ranks = count_ranks([p.grad is not None for p in parameters], parameters[0], process_group)
+    n_ranks = count_ranks([p.grad is not None for p in parameters], parameters[0], process_group)()
     for p in itertools.compress(parameters, n_ranks):  # used on some rank
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         # Before the sum, which could overflow in fp16. A division has other bits at W = 3.
@@ -68,10 +67,12 @@ def average_gradients(module, process_group=None, divide_factor=None):
 
 
 def count_ranks(flags, p, process_group):
-    """On how many ranks each of flags is set. A collective, on p's device."""
-    counts = torch.tensor(flags, dtype=torch.int32, device=p.device)
-    dist.all_reduce(counts, group=process_group)
-    return counts.tolist()
+    """Start to count, on p's device, on how many ranks each of flags is set -> a function that
+    waits for the list of these numbers."""
+    # non_blocking: else the CPU would wait here for all that the device has yet to do.
+    counts = torch.tensor(flags, dtype=torch.int32).to(p.device, non_blocking=True)
+    work = dist.all_reduce(counts, group=process_group, async_op=True)
+    return lambda: work.wait() and counts.tolist()
 
 
 def add_in_rank_order(contributions, out):
@@ -90,12 +91,12 @@ def add_in_rank_order(contributions, out):
 # -------------------------------------------------------------------------------------------------
 # collectives
 #
-# Each returns a function that waits for the end. reduce_scatter and all_gather have started then;
-# all_reduce at W >= 3 on CPU has not, and does all its work in that function, for a thread to call.
+# Each has started when it returns a function that waits for the end. On an accelerator its stream
+# waits there, and the CPU goes on; all must be called on the stream of the forward.
 #
 # A flat buffer is cut into W chunks, and rank r owns the r-th. reduce_scatter sums each chunk on
-# its owner, all_gather sends each owner's chunk to all ranks. All ranks have to call those with the
-# same tag in the same order; the order of calls with different tags may differ.
+# its owner, all_gather sends each owner's chunk to all ranks. On accelerators all ranks have to
+# make all calls in one order; on CPU that order may differ between calls with different tags.
 
 
 def exchange(sends, receives, process_group, tag):
@@ -112,7 +113,9 @@ def reduce_scatter(flat, process_group=None, tag=0):
     """Start to send each rank its chunk of flat, 1-D -> finish(out=own chunk, earlier=[]), which
     waits and sets out to the sum over ranks in rank order, after what is in earlier.
 
-    Costs (W-1)/W of flat's elements sent, and as much memory for those that arrive.
+    Costs (W-1)/W of flat's elements sent, and as much memory for those that arrive. Not a native
+    one, which adds in an order of its own, and 16-bit numbers in 16 bits; nor all_to_all_single,
+    which takes a quarter longer on gloo.
     """
     rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = flat.tensor_split(W)
@@ -133,18 +136,22 @@ def all_gather(flat, process_group=None, tag=0):
     """
     chunks = flat.tensor_split(dist.get_world_size(process_group))
     own = chunks[dist.get_rank(process_group)]
-    if flat.is_cpu:  # gloo's own takes three times as long
+    # gloo's own takes three times as long, and others want equal chunks.
+    if flat.is_cpu or len(flat) % len(chunks):
         return exchange([own] * len(chunks), chunks, process_group, tag)
     return dist.all_gather_single(flat, own, group=process_group, async_op=True).wait
 
 
 def all_reduce(flat, process_group=None, tag=0):
-    """Sum flat, 1-D, over ranks in place -> a function that waits."""
+    """Sum flat, 1-D, over ranks in place -> a function that waits until the own chunk is summed,
+    starts to send it, and returns a function that waits for the end."""
     # Two contributions have only one order, so torch's own has the right bits there, and is faster.
-    if dist.get_world_size(process_group) <= 2 or not flat.is_cpu:
-        return dist.all_reduce(flat, group=process_group, async_op=True).wait
-    steps = reduce_scatter, all_gather
-    return lambda: [step(flat, process_group, tag)() for step in steps]
+    if dist.get_world_size(process_group) <= 2:
+        work = dist.all_reduce(flat, group=process_group, async_op=True)
+        return lambda: work.wait
+    finish = reduce_scatter(flat, process_group, tag)
+    # Cached, since it is the next bucket's launch or, for the last one, the end that comes first.
+    return functools.cache(lambda: finish() or all_gather(flat, process_group, tag))
 
 
 def broadcast(tensors, process_group):
@@ -243,48 +250,51 @@ class Reducer(torch.nn.Module):
         self.module, self.find_unused_parameters = module, find_unused_parameters
         self.process_group = process_group or dist.group.WORLD
         self.world_size = dist.get_world_size(process_group)
-        self.require_backward_grad_sync = True  # what no_sync() changes
-        self.exposed_s = 0.0  # seconds that the training thread has waited for communication
-        self.gradient_divide_factor = None  # what the sum over ranks is divided by; None: W
-        # For DDP's comm hook; for stages, the ranks over which parameters are sharded.
-        self._comm_hook = self.comm_state = self.shard_group = None
+        # What the sum over ranks is divided by, None for W; DDP's comm hook and its state; for
+        # stages the ranks over which parameters are sharded.
+        self.gradient_divide_factor = self._comm_hook = self.comm_state = self.shard_group = None
         # The engine's number of the last backward; whether it averages, None once it has ended;
         # whether the last one that has ended did.
         self._task, self._averages, self._has_averaged = -1, None, False
-        # Whether rank 0's buffers count; whether they go to all ranks before the next forward.
-        self.broadcast_buffers = self._sync_buffers = True
+        # Whether backwards average, which no_sync() changes; whether rank 0's buffers count;
+        # whether they go to all ranks before the next forward.
+        self.require_backward_grad_sync = self.broadcast_buffers = self._sync_buffers = True
         # Buckets of the backward under way; (what is reduced, what waits for it).
         self._to_launch, self._launched = [], []
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)  # one: first in, first out
         self._tag = self._agree(options) if init_sync else 0
 
     def _agree(self, options):
         """Raise on every rank, naming the first difference, where ranks wrap different modules.
         Return the first of 2**11 tags, by which messages differ from those of other wrappers."""
-        tensors = self._named("parameters") + self._named("buffers")
         lines = [f"{self._get_name()} {options}"]
-        lines += [(name, t.shape, t.stride(), t.dtype, t.requires_grad) for name, t in tensors]
-        # An id, since no other living object has it.
-        tag, views = id(self) // 16 % 2**20 * 2**11, [None] * self.world_size
-        dist.all_gather_object(views, (tag, lines), group=self.process_group)
-        tags, views = zip(*views)
-        for found in itertools.zip_longest(*views, fillvalue="nothing"):
-            if len(set(found)) > 1:
-                self._refuse(f"ranks wrap different modules: {[*dict.fromkeys(found)]}")
-        return tags[0]
+        lines += [(name, t.shape, t.stride(), t.dtype, t.requires_grad)
+                  for name, t in self._named("parameters", "buffers")]
+        # An id, since no other living object has it. Only rank 0's lines go to all ranks.
+        first, views = [(id(self) // 16 % 2**20 * 2**11, lines)], [None] * self.world_size
+        dist.broadcast_object_list(first, group=self.process_group, group_src=0)
+        tag, expected = first[0]
+        pairs = itertools.zip_longest(expected, lines, fillvalue="nothing")
+        own = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        dist.all_gather_object(views, own, group=self.process_group)
+        for found in filter(None, views):
+            self._refuse(f"ranks wrap different modules: {found}")
+        return tag
 
-    def _named(self, kind):
+    def _named(self, *kinds):
         """[(name, tensor)] of the module's "parameters" or "buffers", a tied one by each name, but
         of those that torch's DDP is told to ignore."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-        named = getattr(self.module, f"named_{kind}")(remove_duplicate=False)
-        return [(name, t) for name, t in named if name not in ignored]
+        named = (getattr(self.module, f"named_{kind}")(remove_duplicate=False) for kind in kinds)
+        return [(name, t) for name, t in itertools.chain(*named) if name not in ignored]
 
     def _track(self, buckets):
         """From now on move the gradients of these buckets' parameters into them."""
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
         self._names = {p: n for n, p in self.module.named_parameters() if p in self._bucket_of}
+        # Seconds that the training thread has waited for communication. For an accelerator's stream
+        # it does not wait, and so cannot tell: nan.
+        self.exposed_s = 0.0 if all(p.is_cpu for p in self._names) else math.nan
         for p in self._names:
             attach(p.register_hook, self._notice_backward)
             attach(p.register_post_accumulate_grad_hook, self._on_gradient)
@@ -311,8 +321,7 @@ class Reducer(torch.nn.Module):
         """Also forgets a backward that has raised."""
         super().zero_grad(set_to_none)
         self._finish()
-        self._to_launch.clear()
-        self._averages = None
+        self._to_launch, self._averages = [], None
 
     def set_gradient_divide_factor(self, factor):
         """Divide the sum of gradients over ranks by factor, a number above 0, and no longer by W,
@@ -362,7 +371,6 @@ class Reducer(torch.nn.Module):
 
     def _begin_backward(self):
         """Find out which gradients this backward will bring, and whether it averages."""
-        self._used = set()  # parameters with a gradient, of this backward or held by no_sync()
         self._over_mean = self.world_size / (self.gradient_divide_factor or self.world_size)
         for bucket in self._buckets:
             for p, (owner, mean) in bucket.targets.items():
@@ -380,7 +388,8 @@ class Reducer(torch.nn.Module):
         self._averages = bool(self._pending)
         # What gradients are multiplied by before the sum. A comm hook takes the mean itself.
         self._scale = self._over_mean / (1 if self._comm_hook else self.world_size)
-        self._to_launch = list(self._buckets if self._averages else ())
+        # used: parameters with a gradient, of this backward or held back by no_sync().
+        self._used, self._to_launch = set(), list(self._buckets if self._averages else ())
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _is_ready(self, bucket):
@@ -392,15 +401,12 @@ class Reducer(torch.nn.Module):
         in common; the order in which they fill may differ."""
         while self._to_launch and (at_end or self._is_ready(self._to_launch[0])):
             bucket = self._to_launch.pop(0)
-            for p in bucket.places:
-                if p not in self._used and bucket.put(p, self._scale):
-                    self._used.add(p)  # no_sync() has held a gradient back
+            missing = [p for p in bucket.places if p not in self._used]
+            # no_sync() may have held a gradient of these back.
+            self._used.update([p for p in missing if bucket.put(p, self._scale)])
             what = f"reduce the bucket from {self._names[next(iter(bucket.places))]} on"
             with torch.profiler.record_function(f"start: {what}"):
-                wait = self._reduce(bucket)
-            # On CPU a thread waits, and adds up what has arrived; on CUDA streams do both.
-            wait = wait if bucket.gradients.is_cuda else self._thread.submit(wait).result
-            self._launched.append((what, wait))
+                self._launched.append((what, self._reduce(bucket)))
 
     def _finish(self):
         """Wait for the buckets that have been launched."""
@@ -429,8 +435,11 @@ class Reducer(torch.nn.Module):
             return
         self._launch(at_end=True)
         self._finish()
-        n_ranks = self._wait_for("agree on use", lambda: count_ranks(
-            [p in self._used for p in self._names], next(iter(self._names)), self.process_group))
+        flags = [p in self._used for p in self._names]
+        wait = count_ranks(flags, next(iter(self._names)), self.process_group)
+        # A rank that has used all needs the numbers only to name what others have not.
+        is_enough = all(flags) and self.find_unused_parameters
+        n_ranks = flags if is_enough else self._wait_for("agree on use", wait)
         for p in itertools.compress(self._names, n_ranks):
             owner, mean = self._bucket_of[p].targets[p]
             if owner.grad is not None and owner.grad is not mean:
@@ -481,8 +490,9 @@ class DDP(Reducer):
         self.broadcast_buffers = broadcast_buffers is None or broadcast_buffers
         parameters = list(dict.fromkeys(p for _, p in self._named("parameters")))
         trained = [p for p in parameters if p.requires_grad]
-        if len({p.device for p in trained}) != 1:
-            self._refuse("parameters that require a gradient must exist, and be on one device")
+        places = {t.device: name for name, t in self._named("parameters", "buffers")}
+        if not trained or len(places) > 1:
+            self._refuse(f"needs parameters that require a gradient, all on one device: {places}")
         lists = fill_buckets(trained[::-1], int((bucket_cap_mb or 25) * 2**20))
         self._track([Bucket(parameters) for parameters in lists])
         for bucket in self._buckets:
@@ -508,7 +518,11 @@ class DDP(Reducer):
 
     def _reduce(self, bucket):
         if self._comm_hook is None:
-            return all_reduce(bucket.gradients, self.process_group, self._tag)
+            for what, _ in self._launched[-1:]:  # its chunks have arrived while this one filled
+                self._wait_for(what, self._send_sums)
+            self._send_sums = wait = all_reduce(bucket.gradients, self.process_group, self._tag)
+            return lambda: wait()()
+        self._finish()  # while it waits, a hook may communicate; so one at a time, in one order
         buffers = [bucket.gradients]  # set_buffer() adds one
         # The methods of torch.distributed.GradBucket, which Python cannot construct.
         grad_bucket = types.SimpleNamespace(
@@ -516,17 +530,13 @@ class DDP(Reducer):
             parameters=lambda: list(bucket.places), buffer=lambda: buffers[-1],
             gradients=lambda: [bucket.view(p, buffers[-1]) for p in bucket.places],
             set_buffer=buffers.append)
-
-        start = functools.partial(self._comm_hook, self.comm_state, grad_bucket)
-        # On CPU all of it is left to the thread, since a hook may communicate right here.
-        future = start() if bucket.gradients.is_cuda else None
-        return lambda: bucket.gradients.copy_((future or start()).wait())
+        future = self._comm_hook(self.comm_state, grad_bucket)
+        return lambda: bucket.gradients.copy_(future.wait())
 
     def register_comm_hook(self, state, hook):
         """From now on hook(state, bucket) -> Future reduces each bucket, taking the mean included.
 
-        bucket has the methods of torch.distributed.GradBucket. On CPU the hook runs on a thread,
-        beside the backward.
+        bucket has the methods of torch.distributed.GradBucket.
         """
         if self._comm_hook is not None or not callable(hook):
             raise TypeError("DDP: a comm hook must be callable, and registered only once")
@@ -547,7 +557,7 @@ class DDP(Reducer):
 
 def completed(value):
     """A Future that has its value."""
-    future = torch.futures.Future(devices=[value.device] if value.is_cuda else [])
+    future = torch.futures.Future(devices=[value.device] if value.device.type != "cpu" else [])
     future.set_result(value)
     return future
 
@@ -564,12 +574,12 @@ class HierarchicalState:
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         if node_size < 1 or len(ranks) % node_size:
             raise ValueError(f"{len(ranks)} ranks do not divide into nodes of {node_size}")
-        # The group's own timeout, since new_group() would take 30 minutes.
-        timeout = group._get_backend(group._device_types[0]).options._timeout
         first, place = rank - rank % node_size, rank % node_size
-        self.inside, self.across = (
-            dist.new_group(members, timeout, use_local_synchronization=True)
-            for members in (ranks[first:first + node_size], ranks[place::node_size]))
+        # The group's own; new_group() would take the world's backend, and 30 minutes.
+        options = dict(timeout=group._get_backend(group._device_types[0]).options._timeout,
+                       backend=dist.get_backend(group), use_local_synchronization=True)
+        self.inside, self.across = (dist.new_group(members, **options) for members in (
+            ranks[first:first + node_size], ranks[place::node_size]))
 
 
 def hierarchical_hook(state, bucket):
@@ -583,7 +593,7 @@ def hierarchical_hook(state, bucket):
     flat = bucket.buffer().mul_(1 / (node_size * dist.get_world_size(state.across)))
     flat = torch.nn.functional.pad(flat, (0, -n % node_size))  # to equal chunks
     reduce_scatter(flat, state.inside)()
-    all_reduce(flat.chunk(node_size)[dist.get_rank(state.inside)], state.across)()
+    all_reduce(flat.chunk(node_size)[dist.get_rank(state.inside)], state.across)()()
     all_gather(flat, state.inside)()
     return completed(flat[:n])
 
@@ -640,10 +650,11 @@ def total_norm(tensors, process_group=None):
     """
     with torch._C.DisableTorchFunctionSubclass():  # or ZeRO's shards would refuse
         tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-        squares = [torch.linalg.vector_norm(t, dtype=torch.float64).square() for t in tensors]
-    total = sum(squares, torch.zeros((), dtype=torch.float64))
+        norms = torch._foreach_norm(tensors, 2, torch.float64) if tensors else []
+    total = sum((norm.square() for norm in norms), torch.zeros((), dtype=torch.float64))
     if process_group is not None:
-        total = total.cuda() if "nccl" in dist.get_backend(process_group) else total
+        # Offloaded shards are on the CPU, which the group may not serve.
+        total = total.to(dist.distributed_c10d._get_object_coll_device(process_group))
         dist.all_reduce(total, group=process_group)
     return total.sqrt()
 

@@ -92,8 +92,8 @@ class ShardedBucket(Bucket):
         self.size = max(1, -(-self.n // W))  # S
         self.n = W * self.size
         self.whole = self.master = self.mean = None
-        self.shards, self.filled = {}, set()  # shards: {parameter: the optimizer's}
-        self.seen, self.homes = {}, {}  # of GuardedBucket
+        # shards: {parameter: the optimizer's}; seen and homes are those of GuardedBucket.
+        self.shards, self.filled, self.seen, self.homes = {}, set(), {}, {}
 
     def own_chunk(self, buffer):
         """This rank's chunk, (S,), of a (W S,) buffer."""
@@ -352,10 +352,13 @@ class Zero1(Reducer):
     shard_size: hybrid sharding, as torch's HSDP: W in the table is shard_size, each group of so
     many ranks has all shards, and gradients are reduced inside a group, then over groups. The bits
     are those of DDP with `hierarchical_hook`.
-    offload: shards, and so the optimizer's state and its step, are on the CPU.
+    offload: shards, and so the optimizer's state and its step, are on the CPU. Each copy is waited
+    for, since a script may write to a shard, or read its gradient, right after.
     init_fn: called as init_fn(submodule) to fill what is on the meta device; without it the
     module's `init_weights()`, which must skip what is still on meta, or `reset_parameters()` of the
     submodules. Rank 0's values count.
+    device: where a module goes that is on meta altogether; None: the device of process_group, which
+    is the CPU for gloo. In other modules what is on meta goes to the device of the rest.
 
     A forward is a collective, also one that only evaluates. A rank may skip units: it gathers them
     with the others. All ranks make as many backwards in no_sync(). Keep the wrapper: hooks go with
@@ -372,7 +375,7 @@ class Zero1(Reducer):
     """
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
-                 shard_size=None, offload=False, init_fn=None):
+                 shard_size=None, offload=False, init_fn=None, device=None):
         super().__init__(module, process_group, True, f"{param_dtype} {reduce_dtype} {shard_size}")
         self.param_dtype, self.shard_size = param_dtype, shard_size or self.world_size
         self.shard_group, self._replicas = self.process_group, None
@@ -382,8 +385,11 @@ class Zero1(Reducer):
         values = [p.detach() for p in module.parameters() if not p.is_meta]
         if len({value.data_ptr() or id(value) for value in values}) < len(values):
             self._refuse("two parameters share memory: tie them by assigning one to both modules")
-        nccl = "nccl" in dist.get_backend(self.process_group)
-        self._device = values[0].device if values else torch.device("cuda" if nccl else "cpu")
+        places = {t.device: n for n, t in self._named("parameters", "buffers") if not t.is_meta}
+        if len(places) > 1:
+            self._refuse(f"not all is on one device: {places}")
+        device = device or dist.distributed_c10d._get_object_coll_device(self.process_group)
+        self._device = next(iter(places), torch.empty(0, device=device).device)  # with its index
         self._offloads = offload and self._device.type != "cpu"
         self._entered = []  # the units of the forwards under way, the innermost last
         self._build_units(find_units(module) if units is None else units)
@@ -615,7 +621,7 @@ class Zero1(Reducer):
             else:  # the sum over all ranks first: ((before + c0) + c1) would have other bits
                 wait()
                 own = bucket.own_chunk(bucket.gradients)
-                all_reduce(own, self._replicas)()
+                all_reduce(own, self._replicas)()()
                 add_in_rank_order([*before, own], bucket.mean)
             bucket.filled.clear()
             if not bucket.lies_in(bucket.mean, bucket.gradients):
@@ -782,8 +788,7 @@ class Zero3(Zero2):
         if unit.is_current:
             return
         if unit is not self._root:
-            if self._older is not None:
-                self._free(self._older)
+            self._free(self._older)
             self._older, self._newer = self._newer, unit
         wholes = [torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device)
                   for bucket in unit.buckets]  # all or, where memory is out, none
@@ -793,8 +798,8 @@ class Zero3(Zero2):
         self._gather(unit)
 
     def _free(self, unit):
-        """Free the memory of unit, if it is current."""
-        if not unit.is_current:
+        """Free the memory of unit, if it is one and is current."""
+        if unit is None or not unit.is_current:
             return
         self._finish_gather(unit)  # on a rank that skips unit nothing else waits for it
         unit.is_current = False
@@ -921,10 +926,9 @@ def fill_meta(module, unit, device, init_fn):
     does not touch them.
     """
     stand_ins, modules = {}, []  # modules: those that have something to fill
-    for p in unit.parameters:
-        if p.is_meta:
-            stand_ins[p] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-            vars(stand_ins[p]).update(vars(p))
+    for p in [p for p in unit.parameters if p.is_meta]:
+        stand_ins[p] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+        vars(stand_ins[p]).update(vars(p))
     swap(stand_ins)
     for m in module.modules():
         buffers = {name: torch.empty_like(t, device=device) for name, t in m._buffers.items()
