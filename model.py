@@ -321,12 +321,14 @@ def llama_views(config, tensors):
 
 
 def write_llama(folder, tensors, config, end_token):
-    """Write {our name: whole tensor} as config.json and model.safetensors. Raises OSError."""
+    """Write {our name: whole tensor} as config.json and model.safetensors, the latter under another
+    name until it is whole. Raises OSError."""
     from safetensors.torch import save_file
 
-    views = llama_views(config, tensors)
-    save_file({name: rows.clone() for name, rows in views.items()},
-              pathlib.Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    unfinished = pathlib.Path(folder, ".unfinished.safetensors")
+    save_file({name: rows.clone() for name, rows in llama_views(config, tensors).items()},
+              unfinished, metadata={"format": "pt"})
+    unfinished.replace(unfinished.with_name("model.safetensors"))
     llama = {theirs: getattr(config, ours) for ours, theirs in LLAMA_SIZES.items()} | LLAMA_FIXED
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     llama |= dict(architectures=["LlamaForCausalLM"], head_dim=config.head_size, dtype="float32",
@@ -392,5 +394,5 @@ PEAK_FLOPS = (
 
 
 def peak_flops(device_name):
-    """Peak bf16 FLOP/s of a device by `torch.cuda.get_device_name()`; None where not known."""
+    """Peak bf16 FLOP/s of a device by its `get_device_name()`; None where not known."""
     return next((flops for name, flops in PEAK_FLOPS if name in device_name), None)

@@ -44,12 +44,8 @@ import pathlib
 import re
 import shutil
 import signal
-import statistics
 import sys
-import sysconfig
 import time
-import traceback
-import typing
 
 import numpy as np
 import tiktoken
@@ -59,8 +55,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp import (DDP, HierarchicalState, TopKState, average_gradients, clip_gradients_,
                  hierarchical_hook, top_k_hook, total_norm)
@@ -78,7 +72,8 @@ class Config:
     max_steps: int = 800  # optimizer steps
     seed: int = 1337  # of the weights, the order of samples and the sample text
     out_dir: str = "out"  # for checkpoints, metrics.jsonl and the cache of tokens
-    threads: int = 1  # CPU threads per rank; bits hold per thread count
+    device: str | None = None  # cpu, or the accelerator that torch finds, which it is unless given
+    threads: int = 1  # CPU threads per rank, more for --offload; bits hold per thread count
     timeout_s: float = 120.0  # bound on any collective, in seconds
     check_interval: int = 100  # steps between comparisons of parameters over ranks, 0 for none
     # checkpoints
@@ -102,7 +97,7 @@ class Config:
     # batch
     global_batch_size: int = 16  # sequences per optimizer step, over all ranks
     micro_batch_size: int | str = 4  # sequences per rank and backward; auto: the most that fit
-    memory_limit_gb: float | None = None  # for auto: what a rank may hold; else the CUDA device's
+    memory_limit_gb: float | None = None  # for auto: what a rank may hold; else the accelerator's
     # precision
     dtype: str = "fp32"  # or autocast to bf16 or fp16, fp16 with a gradient scaler
     param_dtype: str | None = None  # ZeRO: of gathered parameters and blocks' inputs; else fp32
@@ -166,14 +161,12 @@ def parse_args(argv):
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False)
     parser.error = lambda message: refuse(f"{message} (--help lists the flags)")
     for option in dataclasses.fields(Config):
-        kinds = typing.get_args(option.type) or (option.type,)  # int | None -> (int, NoneType)
-        how = dict(type=int_or_auto if kinds == (int, str) else kinds[0],
-                   choices=CHOICES.get(option.name))
-        if bool in kinds:
-            how = dict(action=argparse.BooleanOptionalAction)
-        parser.add_argument(f"--{option.name}", default=option.default,
-                            help=f"{comments[option.name]} [{option.default}]".removesuffix(
-                                " [None]"), **how)
+        kinds = getattr(option.type, "__args__", (option.type,))  # int | None -> (int, NoneType)
+        how = dict(default=option.default, help=f"{comments[option.name]} [{option.default}]")
+        how |= (dict(action=argparse.BooleanOptionalAction) if bool in kinds else
+                dict(type=int_or_auto if kinds == (int, str) else kinds[0],
+                     choices=CHOICES.get(option.name)))
+        parser.add_argument(f"--{option.name}", **how)
     config = Config(**vars(parser.parse_args(argv)))
     for name, value in vars(config).items():
         least, most = 1e-9 if name in POSITIVE else 0, AT_MOST.get(name, 1e18)
@@ -263,25 +256,30 @@ def meet(store, rank, world_size, timeout):
 
 def start_process_group(config):
     """Join the other ranks, of which there are none without torchrun -> this rank's device, and a
-    store that lives as long as torchrun does. The device is the GPU of the rank's number on this
-    host, shared where there are fewer GPUs than ranks, else the CPU."""
+    store that lives as long as torchrun does. Raises Stop if there is no such --device, or fewer
+    than ranks on this host, since two cannot share one."""
     torch.set_num_threads(config.threads)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    n_gpus, device = torch.cuda.device_count(), torch.device("cpu")
-    if n_gpus:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % n_gpus)
-        torch.cuda.set_device(device)
-    # NCCL refuses two ranks on one GPU; gloo does not.
-    backend = "nccl" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= n_gpus else "gloo"
+    n_local, most = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), {"cpu": 1024}
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Not MPS, which has no collectives and no float64; torch names gloo for it.
+    if accelerator and dist.get_default_backend_for_device(accelerator) != "gloo":
+        most[accelerator.type] = torch.accelerator.device_count()
+    kind = config.device or [*most][-1]
+    if n_local > most.get(kind, 0):
+        raise Stop(f"--device {kind}: {n_local} ranks need as many, and this host has {most}")
+    device = torch.device(kind if kind == "cpu" else f"{kind}:{os.environ.get('LOCAL_RANK', 0)}")
+    if kind != "cpu":
+        torch.accelerator.set_device_index(device.index)
     timeout = datetime.timedelta(seconds=config.timeout_s)
     torchrun_store = store = dist.HashStore()
     if "RANK" in os.environ:
         is_ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        torchrun_store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=is_ours,
-            timeout=timeout, wait_for_workers=False)
+        torchrun_store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                                       is_master=is_ours, timeout=timeout, wait_for_workers=False)
         store = meet(torchrun_store, rank, world_size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
+                            world_size=world_size, timeout=timeout)
     return device, torchrun_store
 
 
@@ -290,6 +288,13 @@ def gather(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def from_rank_0(value):
+    """Rank 0's value. A collective."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def together(function, *arguments):
@@ -317,8 +322,9 @@ def on_rank_0(function, *arguments):
 
 def check_ranks_agree(facts):
     """facts: {name: value}. Where ranks have different values, raise Stop on all of them, with the
-    first such fact and the values of all ranks. A collective."""
-    views = gather(facts)
+    first such fact and the values of all ranks. A collective, of hashes as long as they agree."""
+    hashes = gather(hashlib.sha256(repr(facts).encode()).digest())
+    views = gather(facts) if len(set(hashes)) > 1 else []
     for name in facts:
         values = [view[name] for view in views]
         if len(set(values)) > 1:
@@ -344,9 +350,8 @@ END_OF_TEXT = "<|endoftext|>"
 def load_tokenizer(name):
     """A tiktoken Encoding. "bytes" is 256 single bytes and an end-of-text token: no download."""
     if name == "bytes":
-        single_bytes = {bytes([i]): i for i in range(256)}
-        return tiktoken.Encoding("bytes", pat_str=r"\S+\s*|\s+", mergeable_ranks=single_bytes,
-                                 special_tokens={END_OF_TEXT: 256})
+        return tiktoken.Encoding("bytes", pat_str=r"\S+\s*|\s+", special_tokens={END_OF_TEXT: 256},
+                                 mergeable_ranks={bytes([i]): i for i in range(256)})
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # no connection; a damaged download; no such name
@@ -360,13 +365,11 @@ def stdlib_text():
     ordered by a hash of their path, so that the last tenth, which validates, is text of the same
     kind.
     """
-    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    root = pathlib.Path(os.__file__).parent
     left_out = {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
                 "test", "tests", "tkinter", "turtle", "turtledemo"}
-    paths = []
-    for name in sys.stdlib_module_names:
-        if not name.startswith("_sysconfigdata"):
-            paths += [(root / name).with_suffix(".py"), *(root / name).rglob("*.py")]
+    paths = [path for name in sys.stdlib_module_names if not name.startswith("_sysconfigdata")
+             for path in ((root / name).with_suffix(".py"), *(root / name).rglob("*.py"))]
     names = [path.relative_to(root).with_suffix("").as_posix() for path in paths if path.is_file()]
     names = [name for name in names if not left_out.intersection(name.split("/"))]
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
@@ -444,7 +447,7 @@ def read_blocks(tokens, blocks, config, device):
     """Block numbers (m,) -> inputs x and targets y on the device, each (m, T) int64."""
     positions = blocks[:, None] * config.block_size + np.arange(config.block_size + 1)
     window = torch.from_numpy(tokens[positions].astype(np.int64))  # (m, T + 1)
-    if device.type == "cuda":
+    if device.type != "cpu":
         window = window.pin_memory().to(device, non_blocking=True)
     return window[:, :-1], window[:, 1:]
 
@@ -481,8 +484,9 @@ def build_model(config, tokenizer):
         model = GPT(GPTConfig(seed=config.seed, **sizes,
                               activation_checkpointing=config.activation_checkpointing))
     if config.init_from:
-        model.init_weights = functools.partial(read_llama_weights, model, config.init_from)
-        model.init_weights()  # what is on meta is only compared: ZeRO's wrapper calls it again
+        read = functools.partial(read_llama_weights, model, config.init_from)
+        read()  # what is on meta is only compared; ZeRO's wrapper reads it, and takes rank 0's
+        model.init_weights = read if dist.get_rank() == 0 else lambda: None
     return model
 
 
@@ -494,7 +498,8 @@ def wrap(model, config, device):
     """
     # None is 25 MB too, but only with None is torch's first bucket small.
     options = dict(bucket_cap_mb=None if config.bucket_cap_mb == 25 else config.bucket_cap_mb,
-                   find_unused_parameters=config.find_unused_parameters)
+                   find_unused_parameters=config.find_unused_parameters,
+                   gradient_as_bucket_view=True)  # ours always does it
     if config.compile:
         model.compile_blocks()
     if config.mode in ZERO:
@@ -506,7 +511,7 @@ def wrap(model, config, device):
     if config.mode == "ddp":
         model = DDP(model, **options)
     if config.mode == "torch-ddp":
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+        model = torch.nn.parallel.DistributedDataParallel(model, **options)
     if config.mode == "torch-fsdp":
         for module in (*model.blocks, model):
             fully_shard(module)
@@ -549,7 +554,7 @@ def add_surface(model, config):
 
     def full_parameters():
         for name, p in named_shards(model):
-            yield name, p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+            yield name, p.detach().full_tensor() if is_sharded else p.detach()
 
     model.shard_group = dist.group.WORLD if is_sharded else None
     model.gradient_divide_factor = None if "torch" in config.mode else 1
@@ -566,19 +571,20 @@ def named_shards(model):
 
 def local(tensor):
     """This rank's part of a tensor that FSDP2 shards; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
 
 
 def make_optimizer(model, config):
     """AdamW that decays matrices only, as shards keep their dimensions. Its state is made here, not
     in the first step: then a checkpoint has the same keys whenever it is written or read."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [dict(params=[p for p in parameters if p.dim() >= 2]),
-              dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0)]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [dict(params=[p for p in trained if p.dim() >= 2], weight_decay=config.weight_decay),
+              dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0)]
     # Not fused: that kernel rounds a tensor's tail differently, so slices would not match wholes.
+    # foreach on an accelerator: else each tensor takes kernels of its own.
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2),
-                                  weight_decay=config.weight_decay, fused=False)
-    for p in parameters:
+                                  foreach=not trained[0].is_cpu, fused=False)
+    for p in trained:
         optimizer.state[p] = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p),
                                   exp_avg_sq=torch.zeros_like(p))
     return optimizer
@@ -652,13 +658,15 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, stop=Fals
     # take the mean of n W micro batches and clip it, on all ranks by the same factor
     scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    grad_norm = clip_gradients_(gradients, config.grad_clip or math.inf, model.shard_group,
-                                n * W / (model.gradient_divide_factor or W)).item()
+    norm = clip_gradients_(gradients, config.grad_clip or math.inf, model.shard_group,
+                           n * W / (model.gradient_divide_factor or W)).to(device)
 
-    # add up losses over ranks, and in the same collective what all ranks must know
-    sums = torch.cat((losses, losses.new_tensor([not math.isfinite(grad_norm), stop])))
+    # add up losses over ranks, and in the same collective what all ranks must know; read all of it
+    # at once, since an accelerator stands still meanwhile
+    sums = torch.cat((losses, losses.new_zeros(2)))
+    sums[-2], sums[-1] = ~norm.isfinite(), stop
     dist.all_reduce(sums)
-    *losses, bad, stop = sums.tolist()
+    *losses, bad, stop, grad_norm = torch.cat((sums, norm.view(1))).tolist()
     skipped = bool(bad) or not all(map(math.isfinite, losses))
 
     # update the weights, in every mode by the same rate
@@ -669,7 +677,7 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, stop=Fals
     scaler.update()
     param_norm = total_norm([local(p.detach()) for p in model.parameters()], model.shard_group)
     step_s = time.perf_counter() - start_s
-    entry = dict(step=step, loss=statistics.fmean(losses), lr=lr_at(step, config),
+    entry = dict(step=step, loss=math.fsum(losses) / len(losses), lr=lr_at(step, config),
                  grad_norm=grad_norm, param_norm=param_norm.item(), skipped=skipped,
                  tokens_per_sec=config.global_batch_size * config.block_size / step_s,
                  step_ms=1e3 * step_s, comm_exposed_ms=1e3 * (model.exposed_s - before_s),
@@ -685,6 +693,7 @@ def over_ranks(entry, device):
     table = torch.zeros(dist.get_world_size(), len(names), dtype=torch.float64, device=device)
     table[dist.get_rank()] = table.new_tensor([entry[name] for name in names])
     dist.all_reduce(table)
+    table = table.cpu()
     busy_ms = table[:, 0] - table[:, 1]
     found = {name: [t.min().item(), t.mean().item(), t.max().item()]
              for name, t in zip(names, table.T)}
@@ -692,12 +701,12 @@ def over_ranks(entry, device):
 
 
 def peak_mem_bytes(device, reset=False):
-    """The most this process has held, since reset, in bytes: by CUDA's allocator, or as resident
-    set on a CPU, Python and torch included."""
-    if device.type == "cuda":
+    """The most this process has held, since reset, in bytes: by the accelerator's allocator, or as
+    resident set on a CPU, Python and torch included."""
+    if device.type != "cpu":
         if reset:
-            torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.max_memory_allocated(device)
+            torch.accelerator.reset_peak_memory_stats(device)
+        return torch.accelerator.max_memory_allocated(device)
     if sys.platform != "linux":
         import resource  # macOS, where it is in bytes; not on Windows
 
@@ -718,7 +727,7 @@ def largest_micro_batch(config, tokenizer, device):
     """
     if not config.memory_limit_gb and device.type == "cpu":
         raise Stop("--micro_batch_size auto needs --memory_limit_gb on a CPU")
-    n_bytes = 1e9 * (config.memory_limit_gb or 0) or torch.cuda.mem_get_info(device)[0]
+    n_bytes = 1e9 * (config.memory_limit_gb or 0) or torch.accelerator.get_memory_info(device)[0]
     limit, W, peaks = 0.95 * n_bytes, dist.get_world_size(), []
     model = wrap(build_model(config, tokenizer), config, device)
     optimizer, scaler = make_optimizer(model, config), make_scaler(config, device)
@@ -734,8 +743,7 @@ def largest_micro_batch(config, tokenizer, device):
         peaks.append(peak_mem_bytes(device))
     del model, optimizer
     gc.collect()  # hooks and modules are in reference cycles
-    if config.compile:
-        torch.compiler.reset()
+    torch.compiler.reset()
     peak_mem_bytes(device, reset=True)
     most = min(gather(1 + (limit - peaks[0]) / max(1, peaks[1] - peaks[0])))  # below 1: not even 1
     share = config.global_batch_size // W
@@ -771,8 +779,7 @@ def evaluate(model, tokens, config, device):
         x, y = read_blocks(tokens, order[i * m:(i + 1) * m], config, device)
         with autocast(config, device):
             _, loss = model(x, y)
-        if index < n:
-            losses[index] = loss
+        losses[index:index + 1] = loss  # nowhere, if index is not below n
     if config.mode == "torch-fsdp":
         model.reshard()  # without a backward the root stays whole, and is not saved as shards
     model.train()
@@ -816,10 +823,10 @@ def compare_parameters(model):
 def export(model, plain, config, tokenizer):
     """Write the whole model to the folder --export_hf. A collective; only rank 0 ever holds all of
     it, and on the CPU."""
-    whole = {}
-    for name, p in model.full_parameters():
-        if dist.get_rank() == 0:
-            whole[name] = p.to("cpu", copy=True)
+    whole = {name: p.to("cpu", copy=True) for name, p in model.full_parameters()
+             if dist.get_rank() == 0}
+    # The others wait in a collective, and that may take longer than --timeout_s.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(days=1))
     on_rank_0(write_llama, config.export_hf, whole, plain.config, tokenizer.eot_token)
 
 
@@ -908,7 +915,7 @@ def checksums(folder):
     """The lines that SHA256SUMS has to have for what is in folder now. A collective: each rank
     reads its share of the files. What others have put there, such as .DS_Store, is left out."""
     names = sorted(path.name for path in folder.glob("*") if path.name.endswith(HASHED))
-    share = gather(names)[0][dist.get_rank()::dist.get_world_size()]
+    share = from_rank_0(names)[dist.get_rank()::dist.get_world_size()]
     lines = together(lambda: [sha256_line(folder / name) for name in share])
     return sorted(sum(gather(lines), []))
 
@@ -967,10 +974,10 @@ def newest_sound(folders):
 
     This comes before anything else is read: .metadata is a pickle.
     """
-    folders = gather(folders)[0]  # rank 0's view: a network disk may show other ranks an older one
+    folders = from_rank_0(folders)  # a network disk may show other ranks an older view
     for folder in folders:
         sums, found = folder / SUMS, checksums(folder)
-        expected = gather(sums.read_text("utf-8", "replace") if sums.is_file() else "")[0]
+        expected = from_rank_0(sums.read_text("utf-8", "replace") if sums.is_file() else "")
         if expected and found == expected.splitlines():
             return folder
         names = sorted({line[66:] for line in set(found) ^ set(expected.splitlines())})
@@ -1048,7 +1055,7 @@ def print_step(entry, recent, config):
     """The line of a step. recent: the entries of the last 100 steps, for the time that is left."""
     e, n = entry, config.max_steps
     mfu = "-" if math.isnan(e["mfu"]) else f"{100 * e['mfu']:.1f}%"
-    left_s = round((n - e["step"]) * statistics.fmean(old["step_ms"] for old in recent) / 1e3)
+    left_s = round((n - e["step"]) * np.mean([old["step_ms"] for old in recent]) / 1e3)
     say(f"step {e['step']:5d}/{n} | loss {e['loss']:.4f} | lr {e['lr']:.2e} | "
         f"grad norm {e['grad_norm']:.3f} | param norm {e['param_norm']:.2f} | "
         f"{e['tokens_per_sec']:,.0f} tokens/s | mfu {mfu} | "
@@ -1104,7 +1111,7 @@ def print_result(model, entry, recent, n_bytes, config):
                   peak_mem_bytes=int(entry["ranks"]["mem_bytes"][-1]), bytes_per_param=n_bytes,
                   param_sha256=param_sha256(model), threads=config.threads)
     for name in ("tokens_per_sec", "step_ms", "comm_exposed_ms", "mfu"):
-        result[name] = statistics.median([entry[name] for entry in recent] or [math.nan])
+        result[name] = np.median([entry[name] for entry in recent] or [math.nan])
     say("RESULT " + json.dumps(finite(result)))
 
 
@@ -1135,8 +1142,8 @@ def main(config, progress):
     model = wrap(plain, config, device)
     optimizer, scaler = make_optimizer(model, config), make_scaler(config, device)
     flops_per_token = plain.flops_per_token() / dist.get_world_size()  # of one rank
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak = (peak_flops(name) if config.dtype != "fp32" else None) or math.nan  # of 16-bit units
+    name = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
+    peak = peak_flops(name) or math.nan  # of 16-bit units, whatever the run computes in
 
     # 3) continue where an earlier run stopped
     out_dir = pathlib.Path(config.out_dir).resolve()
@@ -1162,8 +1169,7 @@ def main(config, progress):
                                  stop=bool(signals))
         progress["skipped"] = progress["skipped"] + 1 if entry["skipped"] else 0
         if progress["skipped"] == MAX_SKIPPED_STEPS:
-            raise Stop(f"step {step}: loss or gradients are not finite for {MAX_SKIPPED_STEPS} "
-                       f"steps, all skipped: lower --lr")
+            raise Stop(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: lower --lr")
         if is_due(step, config.check_interval):
             compare_parameters(model)
 
@@ -1221,11 +1227,11 @@ def refuse(error, status=2):
     os._exit(status)
 
 
-def is_lost_peer(error):
-    """Whether a collective has failed, as it does where another rank has died or hangs. Only the
-    text tells: gloo raises plain RuntimeErrors."""
-    is_known = any(sign in str(error) for sign in ("onnection", "imed out", "gloo", "NCCL"))
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and is_known)
+def explains_itself(error):
+    """Whether error needs no traceback: memory is out, or a collective has failed, as it does where
+    another rank has died or hangs. Only the text tells: gloo raises plain RuntimeErrors."""
+    return isinstance(error, dist.DistError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and re.search("onnection|imed out|gloo", str(error)))
 
 
 def run():
@@ -1237,8 +1243,8 @@ def run():
     except Stop as error:
         refuse(error, 1 if progress["entry"] else 2)
     except Exception as error:
-        if not is_lost_peer(error):
-            traceback.print_exc()
+        if not explains_itself(error):
+            sys.excepthook(*sys.exc_info())
         rank, text = os.environ.get("RANK", 0), " ".join(str(error).split())
         print(f"train.py: rank {rank} failed in step {progress['step']}: {type(error).__name__}: "
               f"{text}", file=sys.stderr, flush=True)
