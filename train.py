@@ -554,7 +554,7 @@ def add_surface(model, config):
 
     def full_parameters():
         for name, p in named_shards(model):
-            yield name, p.detach().full_tensor() if is_sharded else p.detach()
+            yield name, p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
 
     model.shard_group = dist.group.WORLD if is_sharded else None
     model.gradient_divide_factor = None if "torch" in config.mode else 1
