@@ -6,7 +6,7 @@
 #     ./bench.sh scaling          weak and strong scaling, and a model of it out to 4096 ranks
 #     ./bench.sh tune             micro batch and bucket size; ends with the command line to use
 #     ./bench.sh link 1gbit       two hosts with a slow link between them (Linux, root, iproute2)
-#     ./bench.sh gpu              gpt2 in bf16, compiled, on one CUDA device
+#     ./bench.sh gpu              all that an accelerator has to show: equal bits, speed, overlap
 #
 # Options, then any flags of train.py, --micro_batch_size among them:
 #     --worlds "1 2 4"   numbers of ranks    --price 2.0     scaling: USD per GPU-hour
@@ -18,21 +18,40 @@
 # row that fails says why, the others still run, and the exit status is 1.
 #
 # Runs by themselves scatter by up to 20 % on a shared machine. So each round runs every row once, and a
-# cell is the median of the rounds, with the quartiles beside it.
+# cell is the median of the rounds, with the quartiles beside it. All but gpu run on the CPU, unless
+# --device says otherwise.
 #
-# Cost on two cores: modes half an hour, scaling 20 minutes, bits 10, the others about 5.
+# Cost on two cores: modes half an hour, scaling 20 minutes, bits 10, the others about 5; gpu about
+# 10 minutes on any machine, since it takes the tiny model where there is little memory.
 set -euo pipefail
 cd "$(dirname "$0")"
+
+# -------------------------------------------------------------------------------------------------
+# LOOK: the accelerator's kind, their number, gigabytes of one, a flag if it compiles, its name.
+LOOK=$(cat <<'PYTHON'
+import torch
+
+device = torch.accelerator.current_accelerator(check_available=True)
+n_bytes = torch.accelerator.get_memory_info(device)[1]
+try:
+    torch.compile(torch.sin)(torch.ones(8, device=device))
+    flag = "--compile"
+except Exception:
+    flag = "--no-compile"
+name = torch.get_device_module(device).get_device_name()
+print(device.type, torch.accelerator.device_count(), int(n_bytes / 1e9), flag, name)
+PYTHON
+)
 
 # -------------------------------------------------------------------------------------------------
 # rows: what follows --mode, or a name that PEERS knows. Each runs in every variant, LABEL=BATCH,
 # where BATCH is the sequences of a step, in terms of W, the world size.
 die() { echo "bench.sh: $*" >&2; exit 2; }
 
-COMMAND=${1:-} WORLDS="1 2 4" ROUNDS=3 MODES="" PRICE=2.0 TFLOPS=400 GIVEN=""
+COMMAND=${1:-} WORLDS="1 2 4" ROUNDS=3 MODES="" PRICE=2.0 TFLOPS=400 GIVEN="" MACHINE=""
 MICRO_BATCH_SIZE=1 VARIANTS=("=W * MICRO_BATCH_SIZE")
 FLAGS=(--out_dir out/bench/run --eval_steps 0 --sample_tokens 0 --save_interval 0
-       --check_interval 0)
+       --check_interval 0 --device cpu)
 # Sizes at which communication weighs as much as computing: 31.8M parameters, 64 tokens a rank.
 SMALL=(--n_layer 10 --n_head 8 --n_embd 512 --block_size 64)
 case $COMMAND in
@@ -56,10 +75,17 @@ link)
     WORLDS=2 ROUNDS=2 MICRO_BATCH_SIZE=4 VARIANTS=() FLAGS+=("${SMALL[@]}" --max_steps 8)
     ROWS=(torch-ddp ddp "ddp --comm_hook bf16" "ddp --comm_hook powersgd --warmup_steps 0"
           "ddp --comm_hook topk --warmup_steps 0" zero1 zero2 torch-fsdp zero3) ;;
-gpu)
-    nvidia-smi &> /dev/null || die "gpu: there is no CUDA device here"
-    WORLDS=1 MICRO_BATCH_SIZE=16 ROWS=(single torch-ddp ddp torch-fsdp zero3)
-    FLAGS+=(--model gpt2 --dtype bf16 --compile --max_steps 20) ;;
+gpu)  # the same batch for every W, so that all end on one hash
+    read -r DEVICE N GB COMPILE MACHINE <<< "$(python -c "$LOOK")" \
+        || die "gpu: torch finds no accelerator here"
+    MACHINE="$N x $MACHINE, " WORLDS="1 $N" ROUNDS=1
+    ((N > 1)) || WORLDS=1
+    SIZE=(--model gpt2) MICRO_BATCH_SIZE=8 VARIANTS=("=$N * MICRO_BATCH_SIZE")
+    ((GB >= 16)) || SIZE=(--model tiny) MICRO_BATCH_SIZE=2
+    FLAGS+=("${SIZE[@]}" --device "$DEVICE" --max_steps 12)
+    ROWS=({single,naive,torch-ddp,ddp,zero1,zero2,torch-fsdp,zero3}
+          {single,torch-ddp,ddp,zero1,zero2,torch-fsdp,zero3}" --dtype bf16 $COMPILE"
+          {ddp,zero2,zero3}" --profile 4") ;;
 *)
     sed -n '2,/^# Replaces/s/^# \{0,1\}//p' "$0" | sed '$d' >&2
     [[ $COMMAND == -h || $COMMAND == --help ]] || exit 2
@@ -127,7 +153,7 @@ PYTHON
 # -------------------------------------------------------------------------------------------------
 # REPORT COMMAND PRICE TFLOPS GIVEN: RESULT lines -> Markdown. GIVEN: the flags of the user.
 REPORT=$(cat <<'PYTHON'
-import json, sys
+import glob, json, sys
 
 import numpy as np
 
@@ -179,15 +205,50 @@ def bits():
     hashes = {key: f"`{found[0]['param_sha256'][:8]}`" for key, found in runs.items()}
     table(["mode", *(f"{label}, W={W}" for label, W in columns)],
           [[row, *(hashes.get((label, row, W), "-") for label, W in columns)]
-           for row in dict.fromkeys(row for _, row, _ in runs)])
+           for row in dict.fromkeys(row for _, row, _ in runs) if "--" not in row])
+
+
+def overlap(path):
+    """Percent of the time that communication takes in a trace during which the device computes.
+    Where the trace has no kernels: during which the thread does not wait."""
+    events = [event for event in json.load(open(path))["traceEvents"] if event.get("ph") == "X"]
+    events.sort(key=lambda event: event["ts"])
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    line = np.zeros((2, int(events[-1]["ts"] - events[0]["ts"]) + 10**7), bool)  # microseconds
+
+    def mark(row, start, end):
+        line[row, int(start - events[0]["ts"]):int(end - events[0]["ts"])] = True
+
+    for event in kernels:
+        mark("ccl" not in event["name"].lower(), event["ts"], event["ts"] + event["dur"])
+    begun = {}  # {what: when it was started}, for CPU
+    for event in events if not kernels else ():
+        kind, _, what = event["name"].partition(": ")
+        if kind == "start":
+            begun[what] = event["ts"]
+        if kind == "wait" and what in begun:
+            mark(0, begun[what], event["ts"] + event["dur"])
+            mark(1, event["ts"], event["ts"] + event["dur"])
+    communicates, other = line
+    is_hidden = communicates & (other if kernels else ~other)
+    return 100 * is_hidden.sum() / max(1, communicates.sum())
+
+
+def gpu():
+    bits()
+    steps()
+    table(["row", "communication under computing, %"],
+          [[path[10:-6], overlap(path)] for path in sorted(glob.glob("out/bench/*.trace"))])
 
 
 def steps():
-    """For modes, tune, link and gpu."""
+    """For modes, tune and link, and part of gpu."""
     rows = []
     for key in sorted(runs, key=lambda key: key[2]):
         label, row, W = key
-        theirs = label, COUNTERPART.get(row.split()[0]), W
+        mode, *flags = row.split()
+        same_flags = label, " ".join([COUNTERPART.get(mode, ""), *flags]), W
+        theirs = same_flags if same_flags in runs else (label, COUNTERPART.get(mode), W)
         rows.append([label or "-", row, W, step_ms(key), median(key, "tokens_per_sec"),
                      median(key, "comm_exposed_ms"),
                      median(key, "step_ms") / median(theirs, "step_ms"),
@@ -233,7 +294,7 @@ def predict(psi=85.2e6, blocks=12, tokens=16 * 1024):
     table(["W: eff., USD/1e9", *(f"{mode}, {link}" for mode, link, _ in columns)], rows.values())
 
 
-globals()[command if command in ("bits", "scaling") else "steps"]()
+globals()[command if command in ("bits", "scaling", "gpu") else "steps"]()
 PYTHON
 )
 
@@ -266,6 +327,8 @@ launch() {  # LABEL ROW W BATCH: its RESULT lines, or why there are none
         echo "{$facts, \"failed\": \"$why\"}"
     fi >> "out/bench/$COMMAND.jsonl"
     rm -f out/bench/run*/metrics.jsonl  # else train.py keeps it under another name
+    [[ ! -e out/bench/run/trace_rank0.json ]] \
+        || mv out/bench/run/trace_rank0.json "out/bench/$2, W=$3.trace"
 }
 
 make_link() {  # RATE: two network namespaces and a cable between them
@@ -307,14 +370,15 @@ FLAGS+=(--micro_batch_size "$MICRO_BATCH_SIZE")
 python -c 'import sys, train; train.parse_args(sys.argv[1:])' "${FLAGS[@]}"  # says what is wrong
 trap 'exit 130' INT  # torchrun ends by itself, and would count as a row that failed
 mkdir -p out/bench
-rm -f "out/bench/$COMMAND".*
+rm -f "out/bench/$COMMAND".* out/bench/*.trace
 for ((n = 0; n < ROUNDS; n++)); do
     for variant in "${VARIANTS[@]}"; do
         [[ $COMMAND != link ]] || make_link "${variant%%=*}"
         for W in $WORLDS; do
             batch=$((${variant#*=}))
             for row in "${ROWS[@]}"; do
-                [[ $row != single || $W == 1 || $COMMAND == scaling ]] || continue
+                [[ $row != single* || $W == 1 || $COMMAND == scaling ]] || continue
+                [[ $row != *--profile* || $W != 1 ]] || continue  # which sends nothing
                 ((batch % (W * MICRO_BATCH_SIZE))) || launch "${variant%%=*}" "$row" "$W" $batch
             done
         done
@@ -322,7 +386,7 @@ for ((n = 0; n < ROUNDS; n++)); do
 done
 [[ -s out/bench/$COMMAND.jsonl ]] || die "no row's batch divides among --worlds $WORLDS"
 {
-    printf '%s: %s cores of %s, torch %s, commit %s, %s\n\n' "$COMMAND" \
+    printf '%s: %s%s cores of %s, torch %s, commit %s, %s\n\n' "$COMMAND" "$MACHINE" \
         "$(getconf _NPROCESSORS_ONLN)" "$(sed -n '/^model name/{s/.*: //p;q;}' /proc/cpuinfo)" \
         "$(python -c 'import torch; print(torch.__version__)')" \
         "$(git describe --always --dirty)" "$(date +%F)"

@@ -559,8 +559,8 @@ def add_surface(model, config):
     model.shard_group = dist.group.WORLD if is_sharded else None
     model.gradient_divide_factor = None if "torch" in config.mode else 1
     model.shard_starts, model.full_parameters = lambda: starts, full_parameters
-    # Torch's wrappers do not say how long they wait: nan, which is null in metrics.jsonl.
-    model.exposed_s = 0.0 if config.mode in ("single", "naive") else math.nan
+    # Torch's wrappers do not say how long they wait, nor do accelerators: nan, in JSON null.
+    model.exposed_s = math.nan if "torch" in config.mode or dist.get_backend() != "gloo" else 0.0
 
 
 def named_shards(model):

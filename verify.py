@@ -1461,8 +1461,8 @@ def model_is_as_named():
 # A rate so high, and constant, that any difference shows in the hash after four steps. Everything
 # is evaluated and compared over ranks in each of them.
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, global_batch_size=2,
-            max_steps=4, lr=0.01, min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
-            sample_tokens=4, save_interval=0, check_interval=1, dataset=HERE / "model.py")
+            max_steps=4, device="cpu", min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
+            lr=0.01, sample_tokens=4, save_interval=0, check_interval=1, dataset=HERE / "model.py")
 
 
 def flags(**options):
@@ -1927,7 +1927,7 @@ BAD = """--no_such_flag=1 | --lr=fast | --lr=nan | --lr=-1 | --max_steps=0 | --m
 --dataset=DATA/no_bin | --dataset=DATA/fine.txt --block_size=1024 --global_batch_size=64
 --out_dir=DATA/fine.txt | --param_dtype=bf16 | --comm_hook=topk | --comm_hook=zip --mode=ddp
 --offload | --topk_ratio=2 --mode=ddp --comm_hook=topk | --dtype=fp16 --mode=ddp --comm_hook=topk
---shard_size=1 --mode=ddp | --micro_batch_size=most | --resume=DATA/missing | --beta1=1"""
+--shard_size=1 --mode=ddp | --micro_batch_size=most | --resume=DATA/missing | --device=abacus"""
 NAMED = {  # and those whose line names something else
     "--micro_batch_size=auto": "memory_limit_gb", "--wandb": "install wandb", "--beta2=1": "beta",
     "--micro_batch_size=auto --memory_limit_gb=0.2": "0.[12]", "--n_embd=1000000000000": "memory",
@@ -2047,7 +2047,7 @@ def blocks_of(language):
 def shortened(words):
     """The same command in a second: of a flag that is given twice the last one counts."""
     more = dict(n_layer=2, n_head=2, n_embd=16, n_kv_head=1, block_size=16, sample_tokens=8,
-                eval_steps=2, save_interval=2, warmup_steps=1, tokenizer="bytes")
+                eval_steps=2, save_interval=2, warmup_steps=1, tokenizer="bytes", device="cpu")
     steps = int(words[words.index("--max_steps") + 1]) if "--max_steps" in words else 0
     more["max_steps"] = steps if 0 < steps < 20 else max(4, steps // 50)
     if "--init_from" in words:  # whose folder has the sizes
