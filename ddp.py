@@ -19,8 +19,8 @@ wherever it lies in a buffer, so the bucket size never changes a bit. (A ring al
 order that depends on the position.) The oracle for all of it is `average_gradients`.
 
 Cost: 4 Psi bytes of buckets, which are the gradients; 2 (W-1)/W Psi elements sent per rank and
-step; one number per parameter to agree on which were used; at W >= 3 on CPU the memory of a bucket,
-for what arrives.
+step; one number per parameter to agree on which were used; at W >= 3 the memory of a bucket, for
+what arrives. All of it is for any accelerator of torch, on the stream of the forward.
 
 In this order: the oracle, collectives, buckets, the reducer that ZeRO shares, DDP, comm hooks,
 clipping.

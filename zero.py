@@ -24,8 +24,8 @@ its shards do not get the bits of the whole.)
 
 How it differs: the gather of a unit overlaps with the forward of the one before. In stage 3 the
 backward gathers a unit when autograd asks for one of its weights, so a model may call its units
-again, out of order or in a checkpoint. On CPU contributions to a gradient are added in rank order,
-in stages 2 and 3 micro-step by micro-step. Outside of no_sync() that gives the bits of one process
+again, out of order or in a checkpoint. Contributions to a gradient are added in rank order, in
+stages 2 and 3 micro-step by micro-step. Outside of no_sync() that gives the bits of one process
 that accumulates the same micro batches, if W is a power of two, or if 1/W is left out: train.py
 calls `set_gradient_divide_factor(1)` and divides after the sum.
 
