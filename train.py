@@ -140,7 +140,7 @@ CHOICES = {"mode": ("single", "naive", "ddp", *ZERO, "torch-ddp", "torch-fsdp"),
 POSITIVE = {"max_steps", "threads", "timeout_s", "keep_last", "global_batch_size", "node_size",
             "micro_batch_size", "bucket_cap_mb", "topk_ratio", "shard_size", *SIZES}
 AT_MOST = {"threads": 1024, "timeout_s": 1e6, "bucket_cap_mb": 1e6, "topk_ratio": 1,
-           "beta1": 0.99999, "beta2": 0.99999}
+           "beta1": 0.99999, "beta2": 0.99999, "max_steps": 99_999_999}
 # Flags that do nothing by themselves, each with the flag that it needs and the values of that.
 BELONGS = {"param_dtype": ("mode", ZERO), "reduce_dtype": ("mode", ZERO),
            "shard_size": ("mode", ZERO), "offload": ("mode", ZERO), "comm_hook": ("mode", ["ddp"]),
@@ -267,7 +267,7 @@ def start_process_group(config):
         most[accelerator.type] = torch.accelerator.device_count()
     kind = config.device or [*most][-1]
     if n_local > most.get(kind, 0):
-        raise Stop(f"--device {kind}: {n_local} ranks need as many, and this host has {most}")
+        raise Stop(f"--device {kind}: each of {n_local} ranks needs one, and there are {most}")
     device = torch.device(kind if kind == "cpu" else f"{kind}:{os.environ.get('LOCAL_RANK', 0)}")
     if kind != "cpu":
         torch.accelerator.set_device_index(device.index)
@@ -627,9 +627,9 @@ def set_gradient_sync(model, config, on):
         model.require_backward_grad_sync = on
 
 
-def train_step(model, optimizer, scaler, tokens, step, config, device, stop=False):
-    """Make a step, from 1 on -> (what metrics.jsonl has of it, whether some rank was called with
-    stop). A collective.
+def train_step(model, optimizer, scaler, tokens, step, config, device, signals=()):
+    """Make a step, from 1 on -> (what metrics.jsonl has of it, whether some rank had signals). A
+    collective.
 
     If loss or gradients are not finite on some rank, all ranks skip the update. Decisions are taken
     from `sums`, which is the same everywhere; only times and memory differ between ranks.
@@ -640,7 +640,8 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, stop=Fals
     n, blocks = accumulation_steps(config), global_batch(tokens, step, config)
     # A place for each micro batch of all ranks, in the order of the data. Other ranks' places are
     # 0, so the sum over ranks rounds nothing, and the logged loss does not depend on W.
-    losses = torch.zeros(n * W, dtype=torch.float64, device=device)
+    # The last two are for what all ranks must know.
+    sums = torch.zeros(n * W + 2, dtype=torch.float64, device=device)
     optimizer.zero_grad(set_to_none=True)
     for micro_step in range(n):
         index = micro_step * W + rank
@@ -648,7 +649,7 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, stop=Fals
         set_gradient_sync(model, config, micro_step == n - 1)
         with autocast(config, device):
             _, loss = model(x, y)
-        losses[index] = loss.detach()
+        sums[index] = loss.detach()
         scaler.scale(loss).backward()  # not loss / n, which would round
     if config.mode == "naive":
         naive_s = time.perf_counter()
@@ -663,8 +664,7 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, stop=Fals
 
     # add up losses over ranks, and in the same collective what all ranks must know; read all of it
     # at once, since an accelerator stands still meanwhile
-    sums = torch.cat((losses, losses.new_zeros(2)))
-    sums[-2], sums[-1] = ~norm.isfinite(), stop
+    sums[-2], sums[-1] = ~norm.isfinite(), len(signals)
     dist.all_reduce(sums)
     *losses, bad, stop, grad_norm = torch.cat((sums, norm.view(1))).tolist()
     skipped = bool(bad) or not all(map(math.isfinite, losses))
@@ -722,25 +722,28 @@ def largest_micro_batch(config, tokenizer, device):
     keeps a step within the limit on every rank. Raises Stop if none does. A collective.
 
     Memory grows with the size along a straight line, which is drawn through sizes 1 and 2. These
-    are tried on a model and on data that are thrown away. 5 % of the limit is kept for evaluation
-    and checkpoints, which are not tried.
+    are tried on a model and on data that are thrown away; an accelerator whose memory is out at
+    size 2 gets size 1. 5 % of the limit is kept for evaluation and checkpoints, which are not
+    tried.
     """
     if not config.memory_limit_gb and device.type == "cpu":
         raise Stop("--micro_batch_size auto needs --memory_limit_gb on a CPU")
     n_bytes = 1e9 * (config.memory_limit_gb or 0) or torch.accelerator.get_memory_info(device)[0]
     limit, W, peaks = 0.95 * n_bytes, dist.get_world_size(), []
+    config = dataclasses.replace(config, warmup_steps=0)  # PowerSGD begins in the third step
     model = wrap(build_model(config, tokenizer), config, device)
     optimizer, scaler = make_optimizer(model, config), make_scaler(config, device)
     tokens = np.zeros(4 * W * config.block_size + 1, dtype=np.uint16)
     peak_mem_bytes(device, reset=True)  # that of tokenizing
     for size in (1, 2):
-        # Two micro-steps, since accumulating takes memory too, and three steps without a warm-up,
-        # in the last of which PowerSGD begins.
-        trial = dataclasses.replace(config, micro_batch_size=size, global_batch_size=2 * size * W,
-                                    warmup_steps=0)
-        for step in range(1, 4):
-            train_step(model, optimizer, scaler, tokens, step, trial, device)
-        peaks.append(peak_mem_bytes(device))
+        # Two micro-steps, since accumulating takes memory too, and three steps, for PowerSGD.
+        trial = dataclasses.replace(config, micro_batch_size=size, global_batch_size=2 * size * W)
+        try:
+            for step in range(1, 4):
+                train_step(model, optimizer, scaler, tokens, step, trial, device)
+            peaks.append(peak_mem_bytes(device))
+        except torch.OutOfMemoryError:  # on all ranks, since all do the same
+            peaks.append(math.inf)
     del model, optimizer
     gc.collect()  # hooks and modules are in reference cycles
     torch.compiler.reset()
@@ -901,9 +904,8 @@ def checkpoint_tensors(model, optimizer, plain, config):
 
 
 def newest_first(out_dir):
-    """The checkpoints in out_dir. One that was moved aside has a longer name, and is left out."""
-    folders = [path for path in out_dir.glob("step_*") if path.name[5:].isdigit()]
-    return sorted(folders, key=lambda path: -int(path.name[5:]))
+    """The checkpoints in out_dir: the number of the step has eight digits."""
+    return sorted(out_dir.glob("step_" + 8 * "[0-9]"), reverse=True)
 
 
 def sha256_line(path):
@@ -1030,7 +1032,7 @@ def rewind(out_dir, progress, keeps_metrics):
         say(f"{', '.join(path.name for path in moved)} of an earlier run: moved to {aside}")
     for path in moved:
         path.rename(aside / path.name)
-    for hidden in out_dir.glob(".step_*"):  # of a run that was killed
+    for hidden in out_dir.glob(".step_*"):  # of a run that was killed, and `main`'s mark
         shutil.rmtree(hidden)
     tidy(out_dir, progress["best_step"], sys.maxsize)
     metrics = out_dir / "metrics.jsonl"
@@ -1100,7 +1102,7 @@ def start_profiler(config):
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(path))
     profiler.start()
     atexit.register(profiler.stop)  # if the run ends before, it writes what there is
-    return profiler
+    return lambda entry: profiler.step()
 
 
 def print_result(model, entry, recent, n_bytes, config):
@@ -1133,20 +1135,24 @@ def main(config, progress):
     tokenizer, plain, tokens, val_tokens = together(prepare, config)
     facts = dict(vars(plain.config), activation_checkpointing=None,  # which changes no bit
                  global_batch_size=config.global_batch_size, data=fingerprint(tokens))
+    # To write checkpoints, all must see what rank 0 makes in out_dir; `rewind` removes it again.
+    out_dir = pathlib.Path(config.out_dir).resolve()
+    mark = out_dir / f".step_0_{from_rank_0(os.urandom(8).hex())}"
+    on_rank_0(mark.mkdir)
     check_ranks_agree(vars(config) | facts | dict(
-        validation=fingerprint(val_tokens), torch=torch.__version__, numpy=np.__version__))
+        validation=fingerprint(val_tokens), torch=torch.__version__, numpy=np.__version__,
+        out_dir="rank 0's" if mark.exists() or not config.save_interval else "another folder"))
     if config.micro_batch_size == "auto":
         config.micro_batch_size = largest_micro_batch(config, tokenizer, device)
 
     # 2) the model as its mode wants it, then the optimizer over the parameters that this leaves
     model = wrap(plain, config, device)
     optimizer, scaler = make_optimizer(model, config), make_scaler(config, device)
-    flops_per_token = plain.flops_per_token() / dist.get_world_size()  # of one rank
     name = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
-    peak = peak_flops(name) or math.nan  # of 16-bit units, whatever the run computes in
+    # FLOP/s of all ranks; those of 16-bit units, whatever the run computes in.
+    peak = dist.get_world_size() * (peak_flops(name) or math.nan)
 
     # 3) continue where an earlier run stopped
-    out_dir = pathlib.Path(config.out_dir).resolve()
     tensors = checkpoint_tensors(model, optimizer, plain, config)
     if record := resume(config, out_dir, tensors, facts, torchrun_store):
         progress |= {name: record[name] for name in progress}
@@ -1156,7 +1162,7 @@ def main(config, progress):
     say(f"{sum(p.numel() for p in plain.parameters()):,} parameters | {len(tokens):,} training "
         f"tokens | {config.mode}, W = {dist.get_world_size()}, {dist.get_backend()} on {name}")
     trackers = start_trackers(config, progress["step"]) if dist.get_rank() == 0 else []
-    profiler = start_profiler(config) if config.profile else None
+    trackers += [start_profiler(config)] if config.profile else []
     signals, saved, recent = [], True, []
     for number in (signal.SIGINT, signal.SIGTERM):  # finish the step, save, stop
         signal.signal(number, lambda number, frame: signals.append(number))
@@ -1165,8 +1171,7 @@ def main(config, progress):
     for step in range(progress["step"] + 1, config.max_steps + 1):
         # forward, backward and update; stop if too many steps in a row were skipped
         progress["step"] = step
-        entry, stop = train_step(model, optimizer, scaler, tokens, step, config, device,
-                                 stop=bool(signals))
+        entry, stop = train_step(model, optimizer, scaler, tokens, step, config, device, signals)
         progress["skipped"] = progress["skipped"] + 1 if entry["skipped"] else 0
         if progress["skipped"] == MAX_SKIPPED_STEPS:
             raise Stop(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: lower --lr")
@@ -1181,15 +1186,13 @@ def main(config, progress):
                 best = dict(best_step=step, best_val_loss=entry["val_loss"])
 
         # log, on rank 0
-        entry["mfu"] = entry["tokens_per_sec"] * flops_per_token / peak
+        entry["mfu"] = entry["tokens_per_sec"] * plain.flops_per_token() / peak
         recent = [*recent[-99:], entry]
         if is_due(step, config.log_interval, 1) or "val_loss" in entry or entry["skipped"]:
             print_step(entry, recent, config)
         progress["entry"] = finite(entry)
         for track in trackers:
             track(progress["entry"])
-        if profiler:
-            profiler.step()
 
         # write a checkpoint, on all ranks, and stop where one of them was told to; skipped steps
         # must not push out the checkpoints before them
