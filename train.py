@@ -513,8 +513,9 @@ def wrap(model, config, device):
     if config.mode == "torch-ddp":
         model = torch.nn.parallel.DistributedDataParallel(model, **options)
     if config.mode == "torch-fsdp":
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         for module in (*model.blocks, model):
-            fully_shard(module)
+            fully_shard(module, mesh=mesh)  # without a mesh it takes an accelerator's, if any
     if config.mode not in ("ddp", *ZERO):
         add_surface(model, config)
     elif config.comm_hook:
@@ -1233,8 +1234,7 @@ def refuse(error, status=2):
 def explains_itself(error):
     """Whether error needs no traceback: memory is out, or a collective has failed, as it does where
     another rank has died or hangs. Only the text tells: gloo raises plain RuntimeErrors."""
-    return isinstance(error, dist.DistError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and re.search("onnection|imed out|gloo", str(error)))
+    return re.search("^Dist|^OutOfMemory|^RuntimeError.*(onnection|imed out|gloo)", repr(error))
 
 
 def run():
