@@ -357,8 +357,8 @@ class Zero1(Reducer):
     init_fn: called as init_fn(submodule) to fill what is on the meta device; without it the
     module's `init_weights()`, which must skip what is still on meta, or `reset_parameters()` of the
     submodules. Rank 0's values count.
-    device: where a module goes that is on meta altogether; None: the device of process_group, which
-    is the CPU for gloo. In other modules what is on meta goes to the device of the rest.
+    device: where a module goes that is on meta altogether; None: the accelerator, or the CPU where
+    there is none or the backend is gloo. In other modules what is on meta goes to the rest's.
 
     A forward is a collective, also one that only evaluates. A rank may skip units: it gathers them
     with the others. All ranks make as many backwards in no_sync(). Keep the wrapper: hooks go with
@@ -388,7 +388,8 @@ class Zero1(Reducer):
         places = {t.device: n for n, t in self._named("parameters", "buffers") if not t.is_meta}
         if len(places) > 1:
             self._refuse(f"not all is on one device: {places}")
-        device = device or dist.distributed_c10d._get_object_coll_device(self.process_group)
+        accelerator = torch.accelerator.current_accelerator() or "cpu"
+        device = device or ("cpu" if dist.get_backend(process_group) == "gloo" else accelerator)
         self._device = next(iter(places), torch.empty(0, device=device).device)  # with its index
         self._offloads = offload and self._device.type != "cpu"
         self._entered = []  # the units of the forwards under way, the innermost last
@@ -903,8 +904,7 @@ class Zero3(Zero2):
         else:
             t, found = kept, kept._version
         if found != version:
-            raise RuntimeError("a tensor that the backward needs was modified in place, such as a "
-                               "parameter by an optimizer's step")
+            raise RuntimeError("a backward needs a tensor that was modified in place, as by step()")
         return t
 
 
