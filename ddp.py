@@ -650,8 +650,8 @@ def total_norm(tensors, process_group=None):
     """
     with torch._C.DisableTorchFunctionSubclass():  # or ZeRO's shards would refuse
         tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-        norms = torch._foreach_norm(tensors, 2, torch.float64) if tensors else []
-    total = sum((norm.square() for norm in norms), torch.zeros((), dtype=torch.float64))
+        norms = torch._foreach_norm(tensors, 2, torch.float64) if tensors else [torch.zeros(())]
+    total = torch.stack(norms).double().square().sum()
     if process_group is not None:
         # Offloaded shards are on the CPU, which the group may not serve.
         total = total.to(dist.distributed_c10d._get_object_coll_device(process_group))
