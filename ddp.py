@@ -91,8 +91,9 @@ def add_in_rank_order(contributions, out):
 # -------------------------------------------------------------------------------------------------
 # collectives
 #
-# Each has started when it returns a function that waits for the end. On an accelerator its stream
-# waits there, and the CPU goes on; all must be called on the stream of the forward.
+# Each has started when it returns a function that waits for the end; that of all_reduce waits for
+# the middle, and returns another one. On an accelerator its stream waits there, and the CPU goes
+# on; all must be called on the stream of the forward.
 #
 # A flat buffer is cut into W chunks, and rank r owns the r-th. reduce_scatter sums each chunk on
 # its owner, all_gather sends each owner's chunk to all ranks. On accelerators all ranks have to
@@ -106,7 +107,7 @@ def exchange(sends, receives, process_group, tag):
            for rank, tensor in enumerate(tensors)
            if rank != dist.get_rank(process_group) and tensor.numel()]
     works = dist.batch_isend_irecv(ops) if ops else []
-    return lambda: [work.wait() for work in works]
+    return lambda: [works.pop().wait() for _ in [*works]]  # a work keeps its tensors: drop it
 
 
 def reduce_scatter(flat, process_group=None, tag=0):
@@ -126,6 +127,7 @@ def reduce_scatter(flat, process_group=None, tag=0):
     def finish(out=chunks[rank], earlier=()):
         wait()
         add_in_rank_order([*earlier, *contributions], out)
+        contributions.clear()  # frees what has arrived, whoever keeps this function
 
     return finish
 
@@ -150,7 +152,7 @@ def all_reduce(flat, process_group=None, tag=0):
         work = dist.all_reduce(flat, group=process_group, async_op=True)
         return lambda: work.wait
     finish = reduce_scatter(flat, process_group, tag)
-    # Cached, since it is the next bucket's launch or, for the last one, the end that comes first.
+    # Cached: DDP's `_reduce` calls it before the next bucket is launched, and `_finish` once more.
     return functools.cache(lambda: finish() or all_gather(flat, process_group, tag))
 
 
@@ -270,15 +272,14 @@ class Reducer(torch.nn.Module):
         lines += [(name, t.shape, t.stride(), t.dtype, t.requires_grad)
                   for name, t in self._named("parameters", "buffers")]
         # An id, since no other living object has it. Only rank 0's lines go to all ranks.
-        first, views = [(id(self) // 16 % 2**20 * 2**11, lines)], [None] * self.world_size
+        first, views = [id(self) // 16 % 2**20 * 2**11, lines], [None] * self.world_size
         dist.broadcast_object_list(first, group=self.process_group, group_src=0)
-        tag, expected = first[0]
-        pairs = itertools.zip_longest(expected, lines, fillvalue="nothing")
+        pairs = itertools.zip_longest(first[1], lines, fillvalue="nothing")
         own = next((pair for pair in pairs if pair[0] != pair[1]), None)
         dist.all_gather_object(views, own, group=self.process_group)
         for found in filter(None, views):
             self._refuse(f"ranks wrap different modules: {found}")
-        return tag
+        return first[0]
 
     def _named(self, *kinds):
         """[(name, tensor)] of the module's "parameters" or "buffers", a tied one by each name, but
@@ -306,9 +307,10 @@ class Reducer(torch.nn.Module):
         """Bring rank 0's buffers. Raise unless each trained parameter has one hook, which is ours;
         that takes 1 us per parameter."""
         for name, p in self._named("parameters"):
-            is_ours = len(p._post_accumulate_grad_hooks or ()) == 1
+            node, hooks = self._nodes.get(p), p._post_accumulate_grad_hooks or ()
+            is_ours = len(hooks) == 1 and node and node.variable is p  # not so after swap_tensors()
             if p.requires_grad and not is_ours and isinstance(p, torch.nn.Parameter):
-                self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
+                self._refuse(f"{name} was added, swapped, unfrozen or hooked after wrapping")
         if self._sync_buffers and self.broadcast_buffers and not in_backward():
             broadcast([t for _, t in self._named("buffers")], self.process_group)
         # As in torch: not after a forward that evaluates, or that accumulates.
@@ -486,15 +488,14 @@ class DDP(Reducer):
                  check_reduction=False, gradient_as_bucket_view=False, static_graph=False):
         super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}",
                          init_sync)
-        self.device_ids, self.bucket_cap_mb = device_ids, bucket_cap_mb
+        self.device_ids, self.bucket_cap_mb = device_ids, bucket_cap_mb or 25
         self.broadcast_buffers = broadcast_buffers is None or broadcast_buffers
         parameters = list(dict.fromkeys(p for _, p in self._named("parameters")))
         trained = [p for p in parameters if p.requires_grad]
         places = {t.device: name for name, t in self._named("parameters", "buffers")}
         if not trained or len(places) > 1:
             self._refuse(f"needs parameters that require a gradient, all on one device: {places}")
-        lists = fill_buckets(trained[::-1], int((bucket_cap_mb or 25) * 2**20))
-        self._track([Bucket(parameters) for parameters in lists])
+        self._track([*map(Bucket, fill_buckets(trained[::-1], self.bucket_cap_mb * 2**20))])
         for bucket in self._buckets:
             bucket.gradients = next(iter(bucket.places)).new_zeros(bucket.n)
             bucket.targets = {p: (p, bucket.mean_of(p)) for p in bucket.places}
@@ -518,8 +519,8 @@ class DDP(Reducer):
 
     def _reduce(self, bucket):
         if self._comm_hook is None:
-            for what, _ in self._launched[-1:]:  # its chunks have arrived while this one filled
-                self._wait_for(what, self._send_sums)
+            if self._launched:  # its chunks have arrived while this one filled
+                self._wait_for(self._launched[-1][0], self._send_sums)
             self._send_sums = wait = all_reduce(bucket.gradients, self.process_group, self._tag)
             return lambda: wait()()
         self._finish()  # while it waits, a hook may communicate; so one at a time, in one order

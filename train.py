@@ -74,7 +74,7 @@ class Config:
     out_dir: str = "out"  # for checkpoints, metrics.jsonl and the cache of tokens
     device: str | None = None  # cpu, or the accelerator that torch finds, which it is unless given
     threads: int = 1  # CPU threads per rank, more for --offload; bits hold per thread count
-    timeout_s: float = 120.0  # bound on any collective, in seconds
+    timeout_s: float = 120.0  # bound on any collective, in seconds; not on the wait for an export
     check_interval: int = 100  # steps between comparisons of parameters over ranks, 0 for none
     # checkpoints
     save_interval: int = 100  # steps between checkpoints; the last step has one too; 0 for none
@@ -265,9 +265,9 @@ def start_process_group(config):
     # Not MPS, which has no collectives and no float64; torch names gloo for it.
     if accelerator and dist.get_default_backend_for_device(accelerator) != "gloo":
         most[accelerator.type] = torch.accelerator.device_count()
-    kind = config.device or [*most][-1]
+    kind = config.device or [*most][-1]  # the accelerator, if there is one
     if n_local > most.get(kind, 0):
-        raise Stop(f"--device {kind}: each of {n_local} ranks needs one, and there are {most}")
+        raise Stop(f"--device {kind}: {most.get(kind, 0)} for {n_local} ranks; there are {[*most]}")
     device = torch.device(kind if kind == "cpu" else f"{kind}:{os.environ.get('LOCAL_RANK', 0)}")
     if kind != "cpu":
         torch.accelerator.set_device_index(device.index)
