@@ -59,7 +59,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -527,8 +526,8 @@ def hooked(wrap, name, module):
 def fsdp2(module, policy=MixedPrecisionPolicy()):
     """fully_shard on the elements of lists and on the root."""
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-    for unit in (*itertools.chain(*lists), module):
-        fully_shard(unit, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+    for m in (*itertools.chain(*lists), module):
+        fully_shard(m, mesh=dist.DeviceMesh("cpu", range(dist.get_world_size())), mp_policy=policy)
     return module
 
 
@@ -1193,7 +1192,8 @@ def script(zero="", ddp="", build=Net):
 
 
 ABSENT, CHANGED, COPIED = "parameter has a value", "after wrapping", "copy the module"
-script(ABSENT)(lambda s: s.module.head.weight.norm())
+script(ABSENT, CHANGED)(
+    lambda s: (torch.utils.swap_tensors(s.module.scale, nn.Parameter(s.x[0, 0])), s.step()))
 script(ABSENT)(lambda s: copy.deepcopy(s.module))
 script(ABSENT)(lambda s: s.x * s.module.scale)  # in a method that is not forward
 script(ABSENT, build=partial(Net, lambda net, x: x @ net.blocks[2].weight))(Script.step)
