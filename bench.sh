@@ -21,8 +21,8 @@
 # cell is the median of the rounds, with the quartiles beside it. All but gpu run on the CPU, unless
 # --device says otherwise.
 #
-# Cost on two cores: modes half an hour, scaling 20 minutes, bits 10, the others about 5; gpu about
-# 10 minutes on any machine, since it takes the tiny model where there is little memory.
+# Cost on two cores: modes half an hour, scaling 20 minutes, bits 10, the others about 5; gpu 3 on
+# two simulated devices, where it takes the tiny model since they have little memory.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -220,7 +220,8 @@ def overlap(path):
         line[row, int(start - events[0]["ts"]):int(end - events[0]["ts"])] = True
 
     for event in kernels:
-        mark("ccl" not in event["name"].lower(), event["ts"], event["ts"] + event["dur"])
+        row = 0 if "ccl" in event["name"].lower() else 1
+        mark(row, event["ts"], event["ts"] + event["dur"])
     begun = {}  # {what: when it was started}, for CPU
     for event in events if not kernels else ():
         kind, _, what = event["name"].partition(": ")

@@ -299,18 +299,20 @@ class Reducer(torch.nn.Module):
         for p in self._names:
             attach(p.register_hook, self._notice_backward)
             attach(p.register_post_accumulate_grad_hook, self._on_gradient)
+        # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
+        # there is a weak reference.
+        self._not_to_swap = [weakref.ref(p) for p in self._names]
         # What autograd runs to add to p.grad. Kept, or it would make another for each backward.
         self._nodes = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self._names}
 
     @torch.compiler.disable  # torch.compile of all would trace what is to be asked each time
     def _prepare_forward(self):
         """Bring rank 0's buffers. Raise unless each trained parameter has one hook, which is ours;
-        that takes 1 us per parameter."""
+        that takes 1 us per parameter, 5 us in the stages."""
         for name, p in self._named("parameters"):
-            node, hooks = self._nodes.get(p), p._post_accumulate_grad_hooks or ()
-            is_ours = len(hooks) == 1 and node and node.variable is p  # not so after swap_tensors()
+            is_ours = len(p._post_accumulate_grad_hooks or ()) == 1
             if p.requires_grad and not is_ours and isinstance(p, torch.nn.Parameter):
-                self._refuse(f"{name} was added, swapped, unfrozen or hooked after wrapping")
+                self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
         if self._sync_buffers and self.broadcast_buffers and not in_backward():
             broadcast([t for _, t in self._named("buffers")], self.process_group)
         # As in torch: not after a forward that evaluates, or that accumulates.

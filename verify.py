@@ -1192,7 +1192,7 @@ def script(zero="", ddp="", build=Net):
 
 
 ABSENT, CHANGED, COPIED = "parameter has a value", "after wrapping", "copy the module"
-script(ABSENT, CHANGED)(
+script("weakref", "weakref")(
     lambda s: (torch.utils.swap_tensors(s.module.scale, nn.Parameter(s.x[0, 0])), s.step()))
 script(ABSENT)(lambda s: copy.deepcopy(s.module))
 script(ABSENT)(lambda s: s.x * s.module.scale)  # in a method that is not forward

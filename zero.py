@@ -358,7 +358,7 @@ class Zero1(Reducer):
     module's `init_weights()`, which must skip what is still on meta, or `reset_parameters()` of the
     submodules. Rank 0's values count.
     device: where a module goes that is on meta altogether; None: the accelerator, or the CPU where
-    there is none or the backend is gloo. In other modules what is on meta goes to the rest's.
+    there is none or the backend is gloo. In other modules what is on meta goes where the rest is.
 
     A forward is a collective, also one that only evaluates. A rank may skip units: it gathers them
     with the others. All ranks make as many backwards in no_sync(). Keep the wrapper: hooks go with
