@@ -958,7 +958,7 @@ def missing_rank_is_named(wrap, missing="backward"):
     name the bucket or unit that waits."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     call = WRAPPERS[wrap](fresh("lora"), process_group=group)
-    act = partial(loss_of, call, 0, 0) if missing == "forward" else zoo_loss(call, 0, 0).backward
+    act = partial(zoo_loss, call, 0, 0) if missing == "forward" else zoo_loss(call, 0, 0).backward
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(2)  # alive, and that is all
     else:
