@@ -245,8 +245,9 @@ def main():
         sys.path.append(os.path.dirname(path))  # for what the file imports
         try:
             parts_of(path)["loss"](fresh(path), 0, 0).backward()
-        except Exception as error:
-            parser.exit(2, f"verify.py: {options.module}: {type(error).__name__}: {error}\n")
+        except (Exception, SystemExit) as error:
+            fact = " ".join(f"{options.module}: {type(error).__name__}: {error}".split())
+            parser.exit(2, f"verify.py: {fact}\n")
         kinds = ("naive", "ddp", *STAGES, "torch ddp", "fsdp2")
         rows = [(own_module, row) for row in grid(W=(1, 2, 3), wrapper=kinds, file=(path,))]
     return 1 if run_rows(rows) else 0
@@ -496,9 +497,7 @@ def parts_of(name):
     """Of a module of the zoo, or of a file for --module: module(), which builds it, and
     loss(model, step, sample) of a micro batch; a file may also have units(model), for the stages
     and FSDP2, and optimizer(parameters)."""
-    if name in ZOO:
-        return dict(module=ZOO[name], loss=zoo_loss)
-    found = runpy.run_path(name)
+    found = dict(module=ZOO[name], loss=zoo_loss) if name in ZOO else runpy.run_path(name)
     if missing := {"module", "loss"} - found.keys():
         raise ValueError(f"the file has no function named {' or '.join(sorted(missing))}")
     return found
@@ -702,7 +701,7 @@ def trained(kind, name, scenario=None, accumulation=1, clip=math.inf, optimizer=
         if step:
             late()
             optimizer.step()
-            optimizer.zero_grad()
+            call.zero_grad()  # not the optimizer's, which may have only some parameters
         if scenario:
             getattr(Scenarios, scenario)(call, lambda i: parts["loss"](call, step, i * W + rank))
         for sample in () if scenario else range(W * accumulation):
@@ -1721,6 +1720,7 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
         is_skipped = entry["param_norm"] == before["param_norm"]
         assert is_skipped == (None in (entry["loss"], entry["grad_norm"])), entry
         assert METRICS <= entry.keys() and entry["mem_bytes"] > 1e8, entry
+        assert 0 <= (entry["comm_exposed_ms"] or 0) <= entry["step_ms"], entry
     assert RESULT <= result.keys() and result["peak_mem_bytes"] > 1e8, result
     assert [result[key] for key in ("mode", "world_size", "steps", "threads", "val_loss")] == [
         mode, W, max_steps, 1, entries[-1]["val_loss"]], result

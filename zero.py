@@ -388,7 +388,7 @@ class Zero1(Reducer):
         places = {t.device: n for n, t in self._named("parameters", "buffers") if not t.is_meta}
         if len(places) > 1:
             self._refuse(f"not all is on one device: {places}")
-        accelerator = torch.accelerator.current_accelerator() or "cpu"
+        accelerator = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         device = device or ("cpu" if dist.get_backend(process_group) == "gloo" else accelerator)
         self._device = next(iter(places), torch.empty(0, device=device).device)  # with its index
         self._offloads = offload and self._device.type != "cpu"
