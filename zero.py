@@ -290,7 +290,7 @@ class GuardedBucket(ShardedBucket):
         for p, (shape, *_) in self.places.items():
             p.__class__ = p.kind
             shard, value, seen = self.shards[p], p.data, self.seen.pop(p, None)
-            if is_there or seen is not None or self.whole is None:  # else nobody could change it
+            if is_there or seen is not None:  # else nobody could change it
                 p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
             if shard.data_ptr() != self.homes[p]:
                 replaced, shard.data = shard.data, self.shard_view(p, self.master)
