@@ -244,7 +244,7 @@ def gpu():
     bits()
     steps()
     table(["row", "communication under computing, %"],
-          [[path[10:-7], overlap(path)] for path in sorted(glob.glob("out/bench/*.trace0"))])
+          [[path[10:-7], overlap(path)] for path in sorted(glob.glob("out/bench/*.trace1"))])
 
 
 # For modes, tune and link, and part of scaling and gpu. Efficiency is over W processes that do not
@@ -273,7 +273,7 @@ def scaling():
     steps()
     worlds = sorted({W for _, _, W in runs})
     for label in dict.fromkeys(label for label, _, _ in runs):
-        lines = {mode: [round(speed((label, mode, W)), 2) for W in worlds]
+        lines = {mode: [round(float(speed((label, mode, W))), 2) for W in worlds]
                  for _, mode, _ in runs if mode != "single"}
         print(f'```mermaid\nxychart-beta\n    title "{label}: speed over W = 1; bars: W; lines: '
               f'{", ".join(lines)}"\n    x-axis "W" {worlds}\n    bar {worlds}')
