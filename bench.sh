@@ -288,18 +288,18 @@ def timeline():
     plt.rcParams.update({"svg.fonttype": "none", "legend.frameon": False,
                          "font.sans-serif": "DejaVu Sans", **dict.fromkeys(greys, "grey")})
     for _, mode, _ in runs:
-        figure, (lanes, memory) = plt.subplots(2, figsize=(9, 5), sharex=True, height_ratios=(2, 1))
+        figure, (lanes, memory) = plt.subplots(2, figsize=(9, 6), sharex=True, height_ratios=(3, 1))
         traces = [spans(f"out/bench/{mode}, W=2.trace{rank}") for rank in (0, 1)]
         begin = traces[0][0][2]
         for y, trace in zip((0, -3), traces):
             tops = itertools.cycle(y - 0.65 - 0.24 * i for i in range(8))  # of what is on its way
             for kind, what, start, end in trace:
-                top, height = (next(tops), 0.22) if kind == "sent" else (y, 0.9)
+                top, height, size = (next(tops), 0.22, 7) if kind == "sent" else (y, 0.9, 10)
                 color = COLORS.get(what.split()[0] if kind == "sent" else kind)
                 if color:
                     text = "".join(re.findall(r"block\w*\W(\d)", what)) if kind != "wait" else ""
                     bar = lanes.barh(top, end - start, height, start - begin, color=color)
-                    lanes.bar_label(bar, [text], label_type="center", color="white")
+                    lanes.bar_label(bar, [text], label_type="center", color="w", fontsize=size)
         times, *held = np.transpose([(start - begin, *json.loads(what))
                                      for kind, what, start, _ in traces[0] if kind == "bytes"])
         memory.stackplot(times, held, step="post", labels=("parameters", "gradients", "Adam"),
