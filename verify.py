@@ -653,10 +653,10 @@ def state_of(call):
     group = getattr(call, "shard_group", None)
     k = 1 if group is None else dist.get_world_size(group)
     views = gather({key: t.double().numpy() for key, t in parts.items()})  # numpy lacks bf16
-    for rank, view in enumerate(views):
-        assert view.keys() == views[0].keys(), f"rank {rank}: {view.keys() ^ views[0].keys()}"
-        for key, values in view.items():
-            assert np.array_equal(values, views[rank % k][key]), f"rank {rank} differs in {key}"
+    for r, view in enumerate(views):
+        assert view.keys() == views[0].keys(), f"rank {r}: {view.keys() ^ views[0].keys()}"
+        for key, t in view.items():
+            assert np.array_equal(t, views[r % k][key], equal_nan=True), f"rank {r} differs: {key}"
     joined = {key: np.sort(np.concatenate([view[key].ravel() for view in views[:k]]))
               for key in views[0]}
     whole = {key: t for key, t in parts.items() if not key.endswith(".grad")}
