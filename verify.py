@@ -854,7 +854,7 @@ def sums_are_in_rank_order():
 @check(*grid(W=(2, 3)))
 def ddp_overlaps():
     """The first bucket is summed before the last gradient exists; each bucket costs its collectives
-    and a backward one more.
+    and a backward one more. Buckets take 1 MB, 2 MB and so on, up to a limit, here of 3.
 
     Seen without a clock: the hook of the last gradient does not return until the first one has
     become the mean. A wrapper that communicates after the backward would wait for ever.
@@ -866,6 +866,7 @@ def ddp_overlaps():
         call(x).square().mean().backward()
     # 16 parameters, each a bucket of its own: at W = 2 an all-reduce, else two exchanges.
     assert sent == (Counter(allreduce=17) if W == 2 else Counter(allreduce=1, recv=64)), sent
+    assert [*map(len, ddp.fill_buckets([torch.empty(2**17)] * 20, 3 * 2**20))] == [2, 4, 6, 6, 2]
     expected = first.grad.clone()
     call.zero_grad()
 
@@ -1241,8 +1242,7 @@ script("after no backward")(lambda s: s.step(inputs=s.parameters))
 script("to not have been used", "autograd.grad")(
     lambda s: torch.autograd.grad(s.loss(), s.parameters))
 script("whole parameters")(lambda s: torch.optim.LBFGS(s.parameters).step(s.loss))
-script(ABSENT)(
-    lambda s: (s.loss().backward(), torch.optim.SGD(s.module.parameters()).step()))
+script(ABSENT)(lambda s: (s.loss().backward(), torch.optim.SGD(s.module.parameters()).step()))
 script("sparse", "sparse", partial(Net, unit=partial(nn.Embedding, 9, 4, sparse=True)))(
     lambda s: s.model.module.blocks[0](torch.tensor([1])).sum().backward())
 script(build=partial(Net, unit=Spectrum))(Script.step)  # complex weights
@@ -1398,8 +1398,7 @@ def model_is_a_llama(backend):
     for how, options in VARIANTS.items():
         gpt = small_gpt(tied=False, n_layer=1, **options)
         gpt.norm.weight.data += torch.arange(24) / 24  # or it would be ones
-        chosen = partial(torch.compile, backend=backend)
-        with mock.patch.object(torch, "compile", chosen):
+        with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
             gpt.compile_blocks() if how == "compiled" else None
         with torch.profiler.profile() as profiler:
             logits, loss = gpt(idx, targets)
@@ -1431,6 +1430,7 @@ def model_is_as_named():
         # PaLM, arXiv 2204.02311, appendix B: 6 N + 12 L H Q T
         assert gpt.flops_per_token() == 6 * N + 12 * c.n_layer * c.n_embd * c.block_size
     gpt, late = small_gpt(), on_meta(small_gpt).to_empty(device="cpu")
+    assert not torch.equal(*(block.mlp.down.weight for block in gpt.blocks)), "blocks are alike"
     late.init_weights()
     same_bits(gpt.state_dict(), late.state_dict())
     deeper, other = small_gpt(n_layer=3).state_dict(), small_gpt(seed=1).state_dict()
@@ -1829,13 +1829,13 @@ def log_run(folder):
         return cross_entropy(logits, targets)
 
     def log_groups(optimizer):
-        write_line(f"{folder}/groups", [(*group["betas"], group["weight_decay"], sorted(
-            {p.dim() for p in group["params"]})) for group in optimizer.param_groups])
+        write_line(f"{folder}/groups", [(group["lr"], *group["betas"], group["weight_decay"],
+            sorted({p.dim() for p in group["params"]})) for group in optimizer.param_groups])
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
         assert nn.utils.get_total_norm(gradients) < 0.5 + 1e-5, "they are not clipped"
 
     F.cross_entropy = logged
-    in_update(1, 0, log_groups)
+    in_update(2, 0, log_groups)
 
 
 @check(dict(W=1))
@@ -1853,8 +1853,8 @@ def data_and_rates_are_as_promised():
                plant=partial(log_run, folder))
         order = [number for micro_batch in lines_of(folder / "order") for number in micro_batch]
         groups = lines_of(folder / "groups")[0]
-        assert groups == [[0.9, 0.99, 0.1, [2]], [0.9, 0.99, 0.0, [1]]], (
-            f"betas, weight decay and numbers of dimensions are {groups}")
+        assert groups == [[0.02 / 3, 0.9, 0.99, 0.1, [2]], [0.02 / 3, 0.9, 0.99, 0.0, [1]]], (
+            f"rate, betas, weight decay and numbers of dimensions are {groups} in step 2")
         for step, entry in enumerate(lines_of(folder / "out/metrics.jsonl")):
             cosine = 0.001 + 0.009 * (1 + math.cos(math.pi * (step - 2) / (steps - 2))) / 2
             lr = 0.01 * (step + 1) / 3 if step < 2 else cosine
