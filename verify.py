@@ -70,7 +70,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp
 from ddp import (DDP, HierarchicalState, TopKState, average_gradients, hierarchical_hook,
                  top_k_hook)
-from model import GPT, GPTConfig, PRESETS, rotate_half
+from model import GPT, GPTConfig, PRESETS
 from zero import Zero1, Zero2, Zero3
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -955,9 +955,10 @@ def mistakes_are_named():
 @check(dict(W=2, wrap="ddp"), dict(W=3, wrap="zero1", missing="forward"), dict(W=3, wrap="zero3"))
 def missing_rank_is_named(wrap, missing="backward"):
     """Where a rank makes no forward or backward the others raise within the group's timeout, and
-    name the bucket or unit that waits."""
+    name the bucket or unit that waits. Wrappers in a group of their own refuse to be copied."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=1))
     call = WRAPPERS[wrap](fresh("lora"), process_group=group)
+    raises(RuntimeError, COPIED, copy.deepcopy, call)  # it would use the default group
     act = partial(zoo_loss, call, 0, 0) if missing == "forward" else zoo_loss(call, 0, 0).backward
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(2)  # alive, and that is all
@@ -1392,7 +1393,6 @@ def model_is_a_llama(backend):
     """Logits are a Llama's by its definition, and the loss is the mean of their cross-entropies.
     Explicit attention and torch.compile of each block change loss and gradients by rounding only,
     recomputing blocks changes no bit. (With a C++ compiler by --full: that takes a minute.)"""
-    assert rotate_half(torch.tensor([1, 2, 3, 4])).tolist() == [-3, -4, 1, 2]
     idx, found, calls = torch.arange(32).view(2, 16), {}, {}
     targets = idx.roll(-1).masked_fill(idx < 3, -1)
     for how, options in VARIANTS.items():
