@@ -10,29 +10,51 @@ ranks step with the mean of their gradients.
 Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (Li et al., arXiv
 2006.15704, section 3.2): parameters are divided among buckets of 25 MB, the last ones first, since
 the backward reaches them first. A hook on each parameter moves its gradient, times 1/W, into the
-bucket's flat buffer. A full bucket is summed over ranks while the backward goes on, and a callback
-at the end of the backward waits for the rest. (1/W rounds where W is no power of two. So train.py
+bucket's flat buffer. A full bucket is summed over ranks while the backward goes on. A callback at
+the end of the backward waits for the rest. (1/W rounds where W is no power of two. So train.py
 calls `set_gradient_divide_factor(1)` and divides after the sum: the same bits for every W.)
 
-How it differs: the W contributions to an element are added in rank order, ((g0 + g1) + g2) + ...,
-wherever it lies in a buffer, so the bucket size never changes a bit. (A ring all-reduce adds in an
-order that depends on the position.) The oracle for all of it is `average_gradients`.
+How it differs from torch's: the W contributions to an element are added in rank order,
+((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
+ring all-reduce adds in an order that depends on the position.) The oracle is `average_gradients`:
+all that follows it computes the same, earlier.
 
-Cost: 4 Psi bytes of buckets, which are the gradients; 2 (W-1)/W Psi elements sent per rank and
-step; one number per parameter to agree on which were used; at W >= 3 the memory of a bucket, for
-what arrives. All of it is for any accelerator of torch, on the stream of the forward.
+Cost: 4 Psi bytes of buckets, which are the gradients (Psi: the number of parameters); 2 (W-1)/W Psi
+elements sent per rank and step; one number per parameter to agree on which were used; at W >= 3 the
+memory of a bucket, for what arrives. It works on any accelerator of torch, on the stream of the
+forward.
 
-In this order: the oracle, collectives, buckets, the reducer that ZeRO shares, DDP, comm hooks,
-clipping.
+In this order: the oracle, collectives, buckets, the reducer that ZeRO shares, `PlainDDP`, comm
+hooks, clipping. That is all of DDP. The last section, guards, protects from mistakes: `DDP` is
+`PlainDDP` behind `Guards`. `from ddp import PlainDDP as DDP` switches them off, and no bit changes.
+
+Private functions of torch that this file uses, and what to do when one goes:
+
+    torch._C._current_graph_task_id         autograd's number of the backward under way, -1 outside;
+                                            otherwise set a flag in the hooks of the loss
+    torch._C._will_engine_execute_node      whether this backward will reach a parameter; torch's
+                                            register_multi_grad_hook() uses it. Otherwise walk the
+                                            graph from the loss, as torch's DDP does
+    _execution_engine.queue_callback        run something when the backward ends; torch's DDP and
+                                            FSDP2 use it. There is no other way
+    dist._broadcast_coalesced               one message for many small buffers; or one for each
+    dist.utils._to_kwargs                   torch DDP's way to move inputs; or `tree_map`
+    group._get_backend().options._timeout   a group's timeout; or ask the user for it
+    _get_object_coll_device                 a device that the group serves; or the first parameter's
+    _foreach_norm, _foreach_mul_            one call for many tensors; or a loop
+    torch._C.DisableTorchFunctionSubclass   sees ZeRO's shards as plain tensors; or `as_subclass`
+    _ddp_params_and_buffers_to_ignore       what torch's DDP is told to leave alone; it is torch's
+                                            contract with its users, and stays
+    p._post_accumulate_grad_hooks           for guards: who else has a hook on p; or do not ask
+    p._in_backward_optimizers               for guards: whether p steps by itself; or do not ask
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
-import sys
 import time
-import types
 import weakref
 
 import torch
@@ -50,38 +72,53 @@ def average_gradients(module, process_group=None, divide_factor=None):
 
     divide_factor: what the sum over ranks is divided by; the number of ranks unless given. With
     another one, call it once a step: it would sum again what an earlier call has summed.
-    A parameter that some ranks did not use counts as zero there; one that no rank used keeps
-    `grad is None`, as in torch DDP with find_unused_parameters=True.
+    Each gradient is multiplied by 1 / divide_factor, then the W products are added by
+    `add_in_rank_order`. A parameter that some ranks did not use (`grad is None`) counts as zero
+    there. One that no rank used keeps `grad is None`, as in torch DDP with
+    find_unused_parameters=True: so ranks agree first, by `count_ranks`. Frozen parameters are left
+    alone.
     """
     W = dist.get_world_size(process_group)
+    factor = W if divide_factor is None else divide_factor
     parameters = [p for p in module.parameters() if p.requires_grad]  # a tied weight appears once
     # Ranks must agree on which collectives follow, or one of them waits forever.
-    n_ranks = count_ranks([p.grad is not None for p in parameters], parameters[0], process_group)()
-    for p in itertools.compress(parameters, n_ranks):  # used on some rank
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    is_used = [p.grad is not None for p in parameters]
+    wait_for_counts = count_ranks(is_used, parameters[0].device, process_group)
+    for p, n_ranks in zip(parameters, wait_for_counts()):
+        if n_ranks == 0:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
         # Before the sum, which could overflow in fp16. A division has other bits at W = 3.
-        p.grad.mul_(1 / (divide_factor or W))
+        p.grad.mul_(1 / factor)
         contributions = list(p.grad.new_empty(W, *p.shape))
         dist.all_gather(contributions, p.grad.contiguous(), group=process_group)
         add_in_rank_order(contributions, out=p.grad)
 
 
-def count_ranks(flags, p, process_group):
-    """Start to count, on p's device, on how many ranks each of flags is set -> a function that
-    waits for the list of these numbers."""
+def count_ranks(flags, device, process_group):
+    """Start to count, on device, on how many ranks each of flags, a list of bools, is set -> a
+    function that waits for the list of these numbers. Costs an all-reduce of 4 bytes per flag."""
     # non_blocking: else the CPU would wait here for all that the device has yet to do.
-    counts = torch.tensor(flags, dtype=torch.int32).to(p.device, non_blocking=True)
+    counts = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)
     work = dist.all_reduce(counts, group=process_group, async_op=True)
-    return lambda: work.wait() and counts.tolist()
+
+    def wait():
+        work.wait()
+        return counts.tolist()
+
+    return wait
 
 
 def add_in_rank_order(contributions, out):
     """out = ((c0 + c1) + c2) + ...; 16-bit ones are added in fp32 and rounded once.
 
-    c0 is overwritten. out may be any of them, since it is written last.
+    contributions: tensors of one shape, in rank order. c0 is overwritten. out may be any of them,
+    or have another dtype, since it is written last.
     """
     total, *rest = contributions
-    total = total.float() if total.dtype.itemsize == 2 else total
+    if total.dtype.itemsize == 2:
+        total = total.float()
     for contribution in rest:  # not torch.sum over a stack, which regroups from W = 5 on
         total += contribution
     if out.data_ptr() != total.data_ptr():
@@ -91,40 +128,62 @@ def add_in_rank_order(contributions, out):
 # -------------------------------------------------------------------------------------------------
 # collectives
 #
-# Each has started when it returns a function that waits for the end; that of all_reduce waits for
-# the middle, and returns another one. On an accelerator its stream waits there, and the CPU goes
-# on; all must be called on the stream of the forward.
+# A flat buffer is cut into W chunks, and rank r owns the r-th. With three ranks, where a1 is rank
+# a's values in chunk 1:
 #
-# A flat buffer is cut into W chunks, and rank r owns the r-th. reduce_scatter sums each chunk on
-# its owner, all_gather sends each owner's chunk to all ranks. On accelerators all ranks have to
-# make all calls in one order; on CPU that order may differ between calls with different tags.
+#             before          reduce_scatter: each owner   all_gather: each owner sends
+#                             has the sum of its chunk     its chunk to all ranks
+#   rank a    a0  a1  a2      S0  .   .                    S0  S1  S2      S0 = (a0 + b0) + c0
+#   rank b    b0  b1  b2      .   S1  .                    S0  S1  S2      S1 = (a1 + b1) + c1
+#   rank c    c0  c1  c2      .   .   S2                   S0  S1  S2      S2 = (a2 + b2) + c2
+#
+# One after the other they are an all-reduce. Each costs (W-1)/W of the buffer's elements sent.
+#
+# Each function starts the communication, and returns a function that waits for its end. On an
+# accelerator its stream waits there, and the CPU goes on. Call all of them on the stream of the
+# forward. On accelerators all ranks have to make all calls in one order. On CPU the tag tells
+# messages apart, so the order may differ between calls with different tags.
 
 
 def exchange(sends, receives, process_group, tag):
-    """Start to send and to receive a tensor per rank -> a function that waits."""
-    ops = [dist.P2POp(op, tensor, group=process_group, tag=tag, group_peer=rank)
-           for op, tensors in ((dist.irecv, receives), (dist.isend, sends))
-           for rank, tensor in enumerate(tensors)
-           if rank != dist.get_rank(process_group) and tensor.numel()]
-    works = dist.batch_isend_irecv(ops) if ops else []
-    return lambda: [works.pop().wait() for _ in [*works]]  # a work keeps its tensors: drop it
+    """Start to send the r-th of sends to rank r, and to receive the r-th of receives from it ->
+    a function that waits. This rank's own, and empty ones, are left out."""
+    messages = []
+    for peer in range(dist.get_world_size(process_group)):
+        if peer == dist.get_rank(process_group):
+            continue
+        for operation, tensor in (dist.irecv, receives[peer]), (dist.isend, sends[peer]):
+            if tensor.numel() > 0:
+                messages.append(dist.P2POp(operation, tensor, group=process_group, tag=tag,
+                                           group_peer=peer))
+    works = dist.batch_isend_irecv(messages) if messages else []
+
+    def wait():
+        for work in works:
+            work.wait()
+        works.clear()  # a work keeps its tensors
+        messages.clear()
+
+    return wait
 
 
 def reduce_scatter(flat, process_group=None, tag=0):
     """Start to send each rank its chunk of flat, 1-D -> finish(out=own chunk, earlier=[]), which
-    waits and sets out to the sum over ranks in rank order, after what is in earlier.
+    waits, and sets out to the sum of what is in earlier and then of all ranks' own chunks, by
+    `add_in_rank_order`. The chunks are those of `Tensor.tensor_split(W)`.
 
-    Costs (W-1)/W of flat's elements sent, and as much memory for those that arrive. Not a native
-    one, which adds in an order of its own, and 16-bit numbers in 16 bits; nor all_to_all_single,
-    which takes a quarter longer on gloo.
+    Costs (W-1)/W of flat's elements sent, and as much memory for those that arrive, which finish()
+    frees. Not torch's own: that adds in an order of its own, and 16-bit numbers in 16 bits. Not
+    all_to_all_single: that takes a quarter longer on gloo.
     """
     rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = flat.tensor_split(W)
-    contributions = list(flat.new_empty(W - 1, len(chunks[rank])))
-    contributions.insert(rank, chunks[rank])
+    own = chunks[rank]
+    contributions = list(flat.new_empty(W - 1, len(own)))
+    contributions.insert(rank, own)
     wait = exchange(chunks, contributions, process_group, tag)
 
-    def finish(out=chunks[rank], earlier=()):
+    def finish(out=own, earlier=()):
         wait()
         add_in_rank_order([*earlier, *contributions], out)
         contributions.clear()  # frees what has arrived, whoever keeps this function
@@ -134,26 +193,40 @@ def reduce_scatter(flat, process_group=None, tag=0):
 
 def all_gather(flat, process_group=None, tag=0):
     """Start to fill all chunks of flat, 1-D, from the ranks that own them -> a function that waits.
-    Costs (W-1)/W of flat's elements sent.
+    The chunks are those of `Tensor.tensor_split(W)`. Costs (W-1)/W of flat's elements sent.
     """
     chunks = flat.tensor_split(dist.get_world_size(process_group))
     own = chunks[dist.get_rank(process_group)]
     # gloo's own takes three times as long, and others want equal chunks.
-    if flat.is_cpu or len(flat) % len(chunks):
+    if flat.is_cpu or len(flat) % len(chunks) > 0:
         return exchange([own] * len(chunks), chunks, process_group, tag)
     return dist.all_gather_single(flat, own, group=process_group, async_op=True).wait
 
 
-def all_reduce(flat, process_group=None, tag=0):
-    """Sum flat, 1-D, over ranks in place -> a function that waits until the own chunk is summed,
-    starts to send it, and returns a function that waits for the end."""
-    # Two contributions have only one order, so torch's own has the right bits there, and is faster.
-    if dist.get_world_size(process_group) <= 2:
-        work = dist.all_reduce(flat, group=process_group, async_op=True)
-        return lambda: work.wait
-    finish = reduce_scatter(flat, process_group, tag)
-    # Cached: DDP's `_reduce` calls it before the next bucket is launched, and `_finish` once more.
-    return functools.cache(lambda: finish() or all_gather(flat, process_group, tag))
+class AllReduce:
+    """Sum flat, 1-D, over ranks in place. The constructor starts it. `send_sum` begins the second
+    half, as soon as somebody has time to call it; `wait` does so too, and waits for the end."""
+
+    def __init__(self, flat, process_group=None, tag=0):
+        self.flat, self.process_group, self.tag = flat, process_group, tag
+        self.wait_for_sum = None  # functions; None: not started, or not needed
+        self.wait_for_gather = None
+        if dist.get_world_size(process_group) > 2:
+            self.wait_for_sum = reduce_scatter(flat, process_group, tag)
+        else:
+            # Two contributions have only one order: torch's own has the right bits, and is faster.
+            work = dist.all_reduce(flat, group=process_group, async_op=True)
+            self.wait_for_gather = work.wait
+
+    def send_sum(self):
+        """Wait until the own chunk is summed, and start to send it, unless that was done."""
+        if self.wait_for_gather is None:
+            self.wait_for_sum()
+            self.wait_for_gather = all_gather(self.flat, self.process_group, self.tag)
+
+    def wait(self):
+        self.send_sum()
+        self.wait_for_gather()
 
 
 def broadcast(tensors, process_group):
@@ -167,53 +240,83 @@ def broadcast(tensors, process_group):
 # buckets
 
 
+@dataclasses.dataclass(eq=False)  # eq=False: a comparison of two would compare tensors
+class Slot:
+    """What a bucket knows of one of its parameters."""
+    fqn: str  # its fully qualified name, such as "blocks.0.mlp.down.weight"
+    shape: torch.Size
+    strides: tuple  # once packed
+    first: int  # its first element in the flat buffer
+    owner: torch.Tensor  # whose `.grad` becomes the mean: the parameter; in ZeRO its shard
+
+
 class Bucket:
     """Some parameters, and a flat buffer in which their gradients lie one after the other, each at
-    a multiple of `align` elements.
+    a multiple of `align` elements:
 
-        places     {parameter: (its shape, its strides when packed, its first element in it)}
-        gradients  (n,), the flat buffer, or None while there is no memory for it
-        targets    {parameter: (the tensor whose `.grad` becomes the mean, the mean)}
+        parameters   a (2, 3)       b (2,)      with align = 4
+        gradients    a a a a a a - - b b - -    n = 12; a.first = 0, b.first = 8
+
+        slots        {parameter: Slot}
+        gradients    (n,), the flat buffer, or None while there is no memory for it
     """
 
-    def __init__(self, parameters, align=1):
-        self.places, self.n = {}, 0
+    def __init__(self, parameters, names, align=1):
+        self.slots, self.n = {}, 0
         for p in parameters:
-            self.places[p] = p.shape, torch.empty_like(p, device="meta").stride(), self.n
-            self.n += -(-p.numel() // align) * align
-        self.gradients, self.targets = None, {}
+            packed = torch.empty_like(p, device="meta")  # has p's order of dimensions, and no gaps
+            self.slots[p] = Slot(names[p], p.shape, packed.stride(), self.n, owner=p)
+            self.n += math.ceil(p.numel() / align) * align
+        self.gradients = None
 
     def view(self, p, buffer):
         """All of p in a buffer of n elements."""
-        return buffer.as_strided(*self.places[p])
+        slot = self.slots[p]
+        return buffer.as_strided(slot.shape, slot.strides, slot.first)
 
-    def mean_of(self, p):
-        """The place of its mean."""
-        return self.view(p, self.gradients).data  # .data, for a _version of its own
+    def place_of_gradient(self, p):
+        """The part of `gradients` that is p's, in p's shape. `.data`, since views of one buffer
+        share a _version, by which autograd would take a write to one for a write to all."""
+        return self.view(p, self.gradients).data
 
     def put(self, p, scale):
-        """Move p.grad, times scale, into the buffer; then `p.grad` is a view of it. Returns whether
-        there is a gradient."""
-        _, view = self.targets[p]
+        """Write p.grad, times scale, to its place in `gradients`, and let `p.grad` be that place:
+        so the sum over ranks will be in `p.grad`, and autograd adds the next micro-step there. If
+        p.grad is None, as this backward did not use p, write zeros, and leave it None. Returns
+        whether there is a gradient."""
+        place = self.place_of_gradient(p)
         if p.grad is None:
-            view.zero_()  # not used here, maybe elsewhere
-        else:  # it may be view, to which autograd has added in place
-            torch.mul(p.grad, scale, out=view)  # one pass over memory, not a copy and a product
-            p.grad = view  # frees what autograd has made
-        return p.grad is not None
+            place.zero_()  # other ranks may have used p
+            return False
+        # p.grad may be the place already. One pass over memory, not a copy and a product.
+        torch.mul(p.grad, scale, out=place)
+        p.grad = place  # frees what autograd has made
+        return True
+
+    def give_mean(self, p):
+        """Some rank has used p: its gradient is what is in the buffer."""
+        if p.grad is None:
+            p.grad = self.place_of_gradient(p)
 
 
 def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
-    """Divide parameters, in this order, into lists of one dtype and device, all trained or all
-    frozen. The first list is small, so that communication starts early; the next ones double, up to
-    cap_bytes. A list is closed before it exceeds its limit: if the head shared a bucket with the
-    embedding, it could be reduced only at the end of the backward.
+    """Divide parameters, in this order, into lists of one device and dtype, all trained or all
+    frozen. -> the lists, in the order in which they were closed; those that are open at the end
+    come last, in the order in which they were opened.
+
+    A list is closed before it would exceed its limit, even if it has one parameter only. That of
+    the first list is first_bytes, so that communication starts early, and it doubles with each list
+    that is closed, up to cap_bytes. (If a list were closed after it has exceeded its limit, the
+    head could share one with the embedding, and wait for the end of the backward.) A parameter of
+    another kind, of dtype say, closes nothing: each kind has a list that is filling.
     """
-    full, filling = [], {}  # filling: {kind: a list}
+    full = []
+    filling = {}  # {kind: a list}
     for p in parameters:
         kind = p.device, p.dtype, p.requires_grad
         limit = min(first_bytes * 2**len(full), cap_bytes)
-        if kind in filling and sum(q.nbytes for q in (*filling[kind], p)) > limit:
+        others = filling.get(kind, [])
+        if others and sum(q.nbytes for q in others) + p.nbytes > limit:
             full.append(filling.pop(kind))
         filling.setdefault(kind, []).append(p)
     return full + list(filling.values())
@@ -228,23 +331,49 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-def attach(register, method, *first, outside=lambda hook: hook, **options):
-    """Register method, with the arguments in first, as a hook that does not keep its object alive,
-    and is removed with it."""
-    weak = functools.partial(method.__func__, weakref.proxy(method.__self__), *first)
-    weakref.finalize(method.__self__, register(outside(weak), **options).remove)
+def weakly(method, *first):
+    """A hook that calls method with the arguments in first, and does not keep its object alive."""
+    weak_method = weakref.WeakMethod(method)
+
+    def hook(*arguments):
+        return weak_method()(*first, *arguments)
+
+    return hook
+
+
+class Backward:
+    """A backward under way, from the first sign of it to the engine's callback.
+
+        task          the engine's number of it
+        unready       parameters whose gradient it has yet to bring
+        averages      whether it averages gradients: not in no_sync(), nor if it brings none
+        scale         what gradients are multiplied by before the sum
+        locally_used  parameters with a gradient, of this backward or held back by no_sync()
+        to_launch     buckets that are yet to be reduced, in order
+        launched      [(what is being reduced, a function that waits for it)]
+    """
+
+    def __init__(self, task, unready, buckets, scale):
+        self.task = task
+        self.unready = unready
+        self.averages = len(unready) > 0
+        self.scale = scale
+        self.locally_used = set()
+        self.to_launch = list(buckets) if self.averages else []
+        self.launched = []
 
 
 class Reducer(torch.nn.Module):
     """What DDP and the ZeRO stages share: a hook on every parameter moves its gradient into a
     bucket, buckets are launched in order, and a callback ends the backward.
 
+        first sign of a backward   _prepare_for_backward
+        a gradient is complete     _mark_param_ready -> _launch_ready_buckets -> _reduce(bucket)
+        the backward ends          _finalize_backward -> _wait_for_buckets
+
     A subclass calls `_track` with the buckets of trained parameters, in the order in which a
     backward fills them. It has `shard_group`, and `_reduce(bucket)`, which starts to reduce one and
     returns a function that waits for the end.
-
-    Gradients become means only if the module is still what was wrapped, and if the backward does
-    not raise. Otherwise the next forward, or the next backward, raises RuntimeError.
     """
 
     def __init__(self, module, process_group, find_unused_parameters, options, init_sync=True):
@@ -252,80 +381,81 @@ class Reducer(torch.nn.Module):
         self.module, self.find_unused_parameters = module, find_unused_parameters
         self.process_group = process_group or dist.group.WORLD
         self.world_size = dist.get_world_size(process_group)
-        # What the sum over ranks is divided by, None for W; DDP's comm hook and its state; for
-        # stages the ranks over which parameters are sharded.
-        self.gradient_divide_factor = self._comm_hook = self.comm_state = self.shard_group = None
-        # The engine's number of the last backward; whether it averages, None once it has ended;
-        # whether the last one that has ended did.
-        self._task, self._averages, self._has_averaged = -1, None, False
-        # Whether backwards average, which no_sync() changes; whether rank 0's buffers count;
-        # whether they go to all ranks before the next forward.
-        self.require_backward_grad_sync = self.broadcast_buffers = self._sync_buffers = True
-        # Buckets of the backward under way; (what is reduced, what waits for it).
-        self._to_launch, self._launched = [], []
-        self._tag = self._agree(options) if init_sync else 0
+        self.shard_group = None  # the ranks over which parameters are sharded, for stages
+        self.gradient_divide_factor = self.world_size  # of the sum over ranks
+        self.require_backward_grad_sync = True  # no_sync() changes it
+        self.forward_sync_buffers = True  # whether rank 0's buffers count
+        self._sync_buffers = True  # whether they go to all ranks before the next forward
+        self._backward = None  # the `Backward` under way
+        self._has_averaged = False  # whether the last backward did
+        self._tag = self._agree_on_module(options) if init_sync else 0
 
-    def _agree(self, options):
+    def _agree_on_module(self, options):
         """Raise on every rank, naming the first difference, where ranks wrap different modules.
         Return the first of 2**11 tags, by which messages differ from those of other wrappers."""
         lines = [f"{self._get_name()} {options}"]
-        lines += [(name, t.shape, t.stride(), t.dtype, t.requires_grad)
-                  for name, t in self._named("parameters", "buffers")]
-        # An id, since no other living object has it. Only rank 0's lines go to all ranks.
-        first, views = [id(self) // 16 % 2**20 * 2**11, lines], [None] * self.world_size
-        dist.broadcast_object_list(first, group=self.process_group, group_src=0)
-        pairs = itertools.zip_longest(first[1], lines, fillvalue="nothing")
-        own = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        dist.all_gather_object(views, own, group=self.process_group)
-        for found in filter(None, views):
-            self._refuse(f"ranks wrap different modules: {found}")
-        return first[0]
+        for name, t in self._named("parameters") + self._named("buffers"):
+            lines.append((name, t.shape, t.stride(), t.dtype, t.requires_grad))
+        # An id, since no other living object has it.
+        first_tag = id(self) // 16 % 2**20 * 2**11
+        of_rank_0 = [first_tag, lines]  # only rank 0's go to all ranks
+        dist.broadcast_object_list(of_rank_0, group=self.process_group, group_src=0)
+        first_tag, lines_of_rank_0 = of_rank_0
+        pairs = itertools.zip_longest(lines_of_rank_0, lines, fillvalue="nothing")
+        differences = [pair for pair in pairs if pair[0] != pair[1]]
+        of_all_ranks = [None] * self.world_size
+        dist.all_gather_object(of_all_ranks, differences[:1], group=self.process_group)
+        for found in of_all_ranks:
+            if found:
+                self._refuse(f"ranks wrap different modules: {found[0]}")
+        return first_tag
 
-    def _named(self, *kinds):
+    def _named(self, kind):
         """[(name, tensor)] of the module's "parameters" or "buffers", a tied one by each name, but
-        of those that torch's DDP is told to ignore."""
+        not of those that torch's DDP is told to ignore."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-        named = (getattr(self.module, f"named_{kind}")(remove_duplicate=False) for kind in kinds)
-        return [(name, t) for name, t in itertools.chain(*named) if name not in ignored]
+        named = getattr(self.module, f"named_{kind}")(remove_duplicate=False)
+        return [(name, t) for name, t in named if name not in ignored]
 
     def _track(self, buckets):
         """From now on move the gradients of these buckets' parameters into them."""
         self._buckets = buckets
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.places}
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.slots}
         self._names = {p: n for n, p in self.module.named_parameters() if p in self._bucket_of}
         # Seconds that the training thread has waited for communication. For an accelerator's stream
         # it does not wait, and so cannot tell: nan.
         self.exposed_s = 0.0 if all(p.is_cpu for p in self._names) else math.nan
         for p in self._names:
-            attach(p.register_hook, self._notice_backward)
-            attach(p.register_post_accumulate_grad_hook, self._on_gradient)
-        # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
-        # there is a weak reference.
-        self._not_to_swap = [weakref.ref(p) for p in self._names]
-        # What autograd runs to add to p.grad. Kept, or it would make another for each backward.
-        self._nodes = {p: torch.autograd.graph.get_gradient_edge(p).node for p in self._names}
+            self._own_hook(p.register_hook(weakly(self._notice_backward)))
+            self._own_hook(p.register_post_accumulate_grad_hook(weakly(self._mark_param_ready)))
+        # AccumulateGrad is the node of the graph that adds to p.grad. Autograd would make another
+        # one for each backward if nobody kept it.
+        self._accumulate_grad = {
+            p: torch.autograd.graph.get_gradient_edge(p).node for p in self._names}
+
+    def _own_hook(self, handle):
+        """Remove a hook when this wrapper is no more."""
+        weakref.finalize(self, handle.remove)
 
     @torch.compiler.disable  # torch.compile of all would trace what is to be asked each time
     def _prepare_forward(self):
-        """Bring rank 0's buffers. Raise unless each trained parameter has one hook, which is ours;
-        that takes 1 us per parameter, 5 us in the stages."""
-        for name, p in self._named("parameters"):
-            is_ours = len(p._post_accumulate_grad_hooks or ()) == 1
-            if p.requires_grad and not is_ours and isinstance(p, torch.nn.Parameter):
-                self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
-        if self._sync_buffers and self.broadcast_buffers and not in_backward():
+        """Bring rank 0's buffers. As in torch, not after a forward that evaluates, or accumulates.
+        """
+        if self._sync_buffers and self.forward_sync_buffers and not in_backward():
             broadcast([t for _, t in self._named("buffers")], self.process_group)
-        # As in torch: not after a forward that evaluates, or that accumulates.
         self._sync_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
 
     def _refuse(self, fact):
         raise RuntimeError(f"{self._get_name()}: {fact}")
 
+    # ---- what a script calls
+
     def zero_grad(self, set_to_none=True):
         """Also forgets a backward that has raised."""
         super().zero_grad(set_to_none)
-        self._finish()
-        self._to_launch, self._averages = [], None
+        if self._backward is not None:
+            self._wait_for_buckets()
+            self._backward = None
 
     def set_gradient_divide_factor(self, factor):
         """Divide the sum of gradients over ranks by factor, a number above 0, and no longer by W,
@@ -338,7 +468,8 @@ class Reducer(torch.nn.Module):
     def no_sync(self):
         """Backwards in here only accumulate, in the buckets; the next one outside averages all. It
         matters where the backward runs, not where the forward does."""
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             yield
         finally:
@@ -350,72 +481,76 @@ class Reducer(torch.nn.Module):
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         return clip_gradients_(gradients, max_norm, self.shard_group)
 
-    def _on_gradient(self, p):
-        """Hook of p: autograd has added all that this backward adds to p.grad."""
-        if torch.is_grad_enabled() or p.grad is not None and p.grad.is_sparse:
-            self._refuse(f"{self._names[p]}: no support of create_graph and of sparse gradients")
-        bucket = self._bucket_of[p]
-        self._pending.discard(p)
-        # None: autograd has reached p, but left its gradient undefined.
-        if bucket.put(p, self._scale if self._averages else 1.0) or not self.find_unused_parameters:
-            self._used.add(p)
-        self._launch()
+    # ---- a backward
 
     def _notice_backward(self, gradient=None):
-        """Called at each sign of a backward, the first of which begins it. The hook of a parameter
-        is also called by torch.autograd.grad(), which accumulates nothing that could be averaged:
-        then `_will_engine_execute_node` raises."""
-        task = torch._C._current_graph_task_id()  # the engine's number of this backward
-        if task not in (self._task, -1):
-            if self._averages is not None:
-                self._refuse("no support of a backward inside another (use_reentrant=True), nor "
-                             "after one that raised (call zero_grad())")
-            self._task = task
-            self._begin_backward()
+        """Called at each sign of a backward, the first of which begins it. It is the hook of a
+        parameter, too, which autograd calls before it adds to `.grad`; it returns None, by which
+        the gradient stays what it is."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return  # this hook was called by hand
+        if self._backward is None or self._backward.task != task:
+            self._prepare_for_backward(task)
 
-    def _begin_backward(self):
+    def _prepare_for_backward(self, task):
         """Find out which gradients this backward will bring, and whether it averages."""
-        self._over_mean = self.world_size / (self.gradient_divide_factor or self.world_size)
-        for bucket in self._buckets:
-            for p, (owner, mean) in bucket.targets.items():
-                if owner.grad is not mean and sys.getrefcount(mean) > 3:  # a script has kept it
-                    mean.data = mean.data.clone()
-                place = bucket.mean_of(p)
-                if mean.data_ptr() != place.data_ptr():  # or it has replaced its .data
-                    bucket.targets[p] = owner, place
-                if self._has_averaged and self._over_mean != 1 and p.grad is not None:
-                    p.grad.div_(self._over_mean)  # DDP's, a sum already: W ranks will add it again
-        # Only parameters that this backward reaches: others must not delay their bucket. For
-        # torch.autograd.grad() of one the engine raises, as nothing would average.
-        self._pending = {p for p, node in self._nodes.items() if self.require_backward_grad_sync
-                         and torch._C._will_engine_execute_node(node)}
-        self._averages = bool(self._pending)
-        # What gradients are multiplied by before the sum. A comm hook takes the mean itself.
-        self._scale = self._over_mean / (1 if self._comm_hook else self.world_size)
-        # used: parameters with a gradient, of this backward or held back by no_sync().
-        self._used, self._to_launch = set(), list(self._buckets if self._averages else ())
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        unready = set()
+        if self.require_backward_grad_sync:
+            # Only parameters that this backward reaches: others must not delay their bucket. In
+            # torch.autograd.grad() of a parameter the engine raises here: nothing would average.
+            for p, node in self._accumulate_grad.items():
+                if torch._C._will_engine_execute_node(node):
+                    unready.add(p)
+        self._backward = Backward(task, unready, self._buckets, self._scale_before_sum())
+        torch.autograd.Variable._execution_engine.queue_callback(self._finalize_backward)
+
+    def _scale_before_sum(self):
+        """What gradients are multiplied by before the sum, which might overflow."""
+        return 1 / self.gradient_divide_factor
+
+    def _mark_param_ready(self, p):
+        """Hook of p: autograd has added all that this backward adds to `p.grad`. Move it into its
+        bucket, times the backward's scale if the backward averages, otherwise times 1. Strike p off
+        `unready`. Note p as `locally_used` if there was a gradient, or if every parameter must be
+        used (find_unused_parameters is False). Launch what is ready."""
+        backward = self._backward
+        backward.unready.discard(p)
+        scale = backward.scale if backward.averages else 1.0
+        has_gradient = self._bucket_of[p].put(p, scale)
+        # Without one autograd has reached p, but left its gradient undefined.
+        if has_gradient or not self.find_unused_parameters:
+            backward.locally_used.add(p)
+        self._launch_ready_buckets()
 
     def _is_ready(self, bucket):
         """Whether bucket has all the gradients that this backward brings."""
-        return self._pending.isdisjoint(bucket.places)
+        return self._backward.unready.isdisjoint(bucket.slots)
 
-    def _launch(self, at_end=False):
+    def _launch_ready_buckets(self, at_end=False):
         """Start to reduce buckets, as far as they are ready. In their order, which all ranks have
-        in common; the order in which they fill may differ."""
-        while self._to_launch and (at_end or self._is_ready(self._to_launch[0])):
-            bucket = self._to_launch.pop(0)
-            missing = [p for p in bucket.places if p not in self._used]
-            # no_sync() may have held a gradient of these back.
-            self._used.update([p for p in missing if bucket.put(p, self._scale)])
-            what = f"reduce the bucket from {self._names[next(iter(bucket.places))]} on"
+        in common; the order in which they fill may differ. At the end all of them go."""
+        backward = self._backward
+        while backward.to_launch:
+            bucket = backward.to_launch[0]
+            if not at_end and not self._is_ready(bucket):
+                return
+            backward.to_launch.pop(0)
+            for p in bucket.slots:
+                # This backward did not reach p, but no_sync() may have held a gradient back.
+                if p not in backward.locally_used and bucket.put(p, backward.scale):
+                    backward.locally_used.add(p)
+            first_slot = next(iter(bucket.slots.values()))
+            what = f"reduce the bucket from {first_slot.fqn} on"
             with torch.profiler.record_function(f"start: {what}"):
-                self._launched.append((what, self._reduce(bucket)))
+                backward.launched.append((what, self._reduce(bucket)))
 
-    def _finish(self):
+    def _wait_for_buckets(self):
         """Wait for the buckets that have been launched."""
-        while self._launched:
-            self._wait_for(*self._launched.pop(0))
+        launched = self._backward.launched
+        while launched:
+            what, wait = launched.pop(0)
+            self._wait_for(what, wait)
 
     def _wait_for(self, what, wait):
         """Call wait(): time it, name it in a profile, and in an error."""
@@ -430,38 +565,47 @@ class Reducer(torch.nn.Module):
             self.exposed_s += time.perf_counter() - start_s
 
     @torch.no_grad()
-    def _end_backward(self):
-        """The engine's callback after a backward: reduce the buckets that are left, wait for all,
-        and give each parameter that some rank has used its mean. Costs an all-reduce of a number
-        per parameter. Raises RuntimeError naming unused parameters, unless they are expected."""
-        self._has_averaged, self._averages = self._averages, None
-        if not self._has_averaged:
-            return
-        self._launch(at_end=True)
-        self._finish()
-        flags = [p in self._used for p in self._names]
-        wait = count_ranks(flags, next(iter(self._names)), self.process_group)
-        # A rank that has used all needs the numbers only to name what others have not.
-        is_enough = all(flags) and self.find_unused_parameters
-        n_ranks = flags if is_enough else self._wait_for("agree on use", wait)
-        for p in itertools.compress(self._names, n_ranks):
-            owner, mean = self._bucket_of[p].targets[p]
-            if owner.grad is not None and owner.grad is not mean:
-                mean += owner.grad  # of a loss over the shards of ZeRO
-            owner.grad = mean
-        unused = [name for (p, name), n in zip(self._names.items(), n_ranks)
-                  if p.requires_grad and n < self.world_size]
+    def _finalize_backward(self):
+        """The engine's callback after a backward. If it averages: reduce the buckets that are left,
+        wait for all, and give each parameter that some rank has used its mean; one that no rank has
+        used keeps `grad is None`. Costs an all-reduce of a number per parameter. Raises
+        RuntimeError naming the parameters that some rank has not used, unless that is expected."""
+        backward = self._backward
+        n_ranks = []
+        if backward.averages:
+            self._launch_ready_buckets(at_end=True)
+            self._wait_for_buckets()
+            n_ranks = self._count_users()
+        unused = []
+        for p, n in zip(self._names, n_ranks):
+            if n > 0:
+                self._bucket_of[p].give_mean(p)
+            if n < self.world_size and p.requires_grad:
+                unused.append(self._names[p])
+        self._has_averaged = backward.averages
+        self._backward = None
         if unused and not self.find_unused_parameters:
             self._refuse(f"no gradient in this backward, on some rank, for {unused}: freeze them, "
                          f"or pass find_unused_parameters=True, or use_reentrant=False")
+
+    def _count_users(self):
+        """[on how many ranks each parameter was used]."""
+        is_used = [p in self._backward.locally_used for p in self._names]
+        device = next(iter(self._names)).device
+        wait = count_ranks(is_used, device, self.process_group)
+        if all(is_used) and self.find_unused_parameters:
+            # Each on one rank at least, and those that others have not used need not be named: so
+            # this rank does not wait for the numbers.
+            return [self.world_size] * len(is_used)
+        return self._wait_for("agree on use", wait)
 
 
 # -------------------------------------------------------------------------------------------------
 # DDP
 
 
-@torch.nn.parallel.DistributedDataParallel.register
-class DDP(Reducer):
+@torch.nn.parallel.DistributedDataParallel.register  # for isinstance(), which libraries ask
+class PlainDDP(Reducer):
     """Average gradients over the ranks of process_group during every backward of module.
 
     device_ids: None, or a list of the one device of module, to which inputs are moved.
@@ -469,7 +613,8 @@ class DDP(Reducer):
     find_unused_parameters: accept that a backward leaves parameters out. One that some rank used
     counts as zero elsewhere; one that no rank used keeps `grad is None`. Otherwise every rank
     raises RuntimeError, naming them.
-    broadcast_buffers: rank 0's buffers go to all ranks before a forward, as in torch.
+    forward_sync_buffers: rank 0's buffers go to all ranks before a forward, as in torch.
+    broadcast_buffers: torch's older name for it; False leaves buffers alone at the start, too.
     init_sync: compare modules, and start with rank 0's parameters and buffers.
     output_device, gradient_as_bucket_view, static_graph, dim, check_reduction: torch's; ignored.
 
@@ -487,30 +632,43 @@ class DDP(Reducer):
 
     def __init__(self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=True,
                  init_sync=True, process_group=None, bucket_cap_mb=25, find_unused_parameters=False,
-                 check_reduction=False, gradient_as_bucket_view=False, static_graph=False):
+                 check_reduction=False, gradient_as_bucket_view=False, static_graph=False,
+                 forward_sync_buffers=None):
         super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}",
                          init_sync)
-        self.device_ids, self.bucket_cap_mb = device_ids, bucket_cap_mb or 25
-        self.broadcast_buffers = broadcast_buffers is None or broadcast_buffers
-        parameters = list(dict.fromkeys(p for _, p in self._named("parameters")))
-        trained = [p for p in parameters if p.requires_grad]
-        places = {t.device: name for name, t in self._named("parameters", "buffers")}
-        if not trained or len(places) > 1:
-            self._refuse(f"needs parameters that require a gradient, all on one device: {places}")
-        self._track([*map(Bucket, fill_buckets(trained[::-1], self.bucket_cap_mb * 2**20))])
-        for bucket in self._buckets:
-            bucket.gradients = next(iter(bucket.places)).new_zeros(bucket.n)
-            bucket.targets = {p: (p, bucket.mean_of(p)) for p in bucket.places}
-        buffers = [t for _, t in self._named("buffers")] if self.broadcast_buffers else []
-        broadcast(parameters + buffers if init_sync else [], self.process_group)
+        self.device_ids = device_ids
+        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb  # torch's default
+        starts_equal = broadcast_buffers is None or broadcast_buffers
+        self.forward_sync_buffers = starts_equal
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers, starts_equal = forward_sync_buffers, True
+        self.comm_state, self._comm_hook = None, None
+        self._all_reduce = None  # the last one that was started
+        names = {}
+        for name, p in self._named("parameters"):
+            names.setdefault(p, name)  # of a tied one the first
+        devices = {t.device: name for name, t in self._named("parameters") + self._named("buffers")}
+        trained = [p for p in names if p.requires_grad]
+        if not trained or len(devices) > 1:
+            self._refuse(f"needs parameters that require a gradient, all on one device: {devices}")
+        if init_sync:
+            buffers = [t for _, t in self._named("buffers")] if starts_equal else []
+            broadcast(list(names) + buffers, self.process_group)
+        buckets = []
+        for parameters in fill_buckets(trained[::-1], self.bucket_cap_mb * 2**20):
+            bucket = Bucket(parameters, names)
+            bucket.gradients = parameters[0].new_zeros(bucket.n)
+            buckets.append(bucket)
+        self._track(buckets)
 
     def __reduce__(self):
         """For deepcopy, pickle and AveragedModel: how to make a copy, and what it has then."""
         if self.process_group is not dist.group.WORLD:
             self._refuse("a copy would use the default process group: copy the module")
-        keys = "training device_ids find_unused_parameters broadcast_buffers gradient_divide_factor"
         make = functools.partial(type(self), bucket_cap_mb=self.bucket_cap_mb, init_sync=False)
-        return make, (self.module,), {name: getattr(self, name) for name in keys.split()}
+        kept = ("training", "device_ids", "find_unused_parameters", "forward_sync_buffers",
+                "gradient_divide_factor")
+        return make, (self.module,), {name: getattr(self, name) for name in kept}
 
     def forward(self, *inputs, **kwargs):
         self._prepare_forward()
@@ -519,22 +677,44 @@ class DDP(Reducer):
             (inputs,), (kwargs,) = dist.utils._to_kwargs(inputs, kwargs, device, False)
         return self.module(*inputs, **kwargs)
 
+    def _prepare_for_backward(self, task):
+        """As `Reducer`. What an earlier backward has left in `.grad` is a sum over ranks, divided
+        by the factor; W ranks will add it once more, and so W / factor is too much of it."""
+        again = self.world_size / self.gradient_divide_factor
+        if self._has_averaged and again != 1:
+            for p in self._names:
+                if p.grad is not None:
+                    p.grad.div_(again)
+        super()._prepare_for_backward(task)
+
+    def _scale_before_sum(self):
+        """A comm hook divides by W itself."""
+        if self._comm_hook is not None:
+            return self.world_size / self.gradient_divide_factor
+        return super()._scale_before_sum()
+
     def _reduce(self, bucket):
-        if self._comm_hook is None:
-            if self._launched:  # its chunks have arrived while this one filled
-                self._wait_for(self._launched[-1][0], self._send_sums)
-            self._send_sums = wait = all_reduce(bucket.gradients, self.process_group, self._tag)
-            return lambda: wait()()
-        self._finish()  # while it waits, a hook may communicate; so one at a time, in one order
-        buffers = [bucket.gradients]  # set_buffer() adds one
-        # The methods of torch.distributed.GradBucket, which Python cannot construct.
-        grad_bucket = types.SimpleNamespace(
-            index=lambda: self._buckets.index(bucket), is_last=lambda: bucket is self._buckets[-1],
-            parameters=lambda: list(bucket.places), buffer=lambda: buffers[-1],
-            gradients=lambda: [bucket.view(p, buffers[-1]) for p in bucket.places],
-            set_buffer=buffers.append)
-        future = self._comm_hook(self.comm_state, grad_bucket)
-        return lambda: bucket.gradients.copy_(future.wait())
+        """Start to sum bucket's gradients over ranks, in place -> a function that waits."""
+        if self._comm_hook is not None:
+            return self._call_comm_hook(bucket)
+        launched = self._backward.launched
+        if launched:
+            # While this bucket filled, the chunks of the one before have arrived: send their sum.
+            what, _ = launched[-1]
+            self._wait_for(what, self._all_reduce.send_sum)
+        self._all_reduce = AllReduce(bucket.gradients, self.process_group, self._tag)
+        return self._all_reduce.wait
+
+    def _call_comm_hook(self, bucket):
+        """Start the comm hook on bucket -> a function that waits for its result. One at a time and
+        in one order, since a hook may communicate while it is waited for."""
+        self._wait_for_buckets()
+        future = self._comm_hook(self.comm_state, GradBucket(bucket, self._buckets))
+
+        def wait():
+            bucket.gradients.copy_(future.wait())
+
+        return wait
 
     def register_comm_hook(self, state, hook):
         """From now on hook(state, bucket) -> Future reduces each bucket, taking the mean included.
@@ -547,15 +727,43 @@ class DDP(Reducer):
 
     def full_parameters(self):
         """Yield (original name, whole parameter), a tied one once."""
-        yield from ((name, p.detach()) for name, p in self.module.named_parameters())
+        for name, p in self.module.named_parameters():
+            yield name, p.detach()
 
     def shard_starts(self):
         """{original name: where this rank's part begins in the parameter, in elements}: 0."""
-        return dict.fromkeys((name for name, _ in self.module.named_parameters()), 0)
+        return {name: 0 for name, _ in self.module.named_parameters()}
 
 
 # -------------------------------------------------------------------------------------------------
 # comm hooks, for DDP above and for torch's
+
+
+class GradBucket:
+    """What a comm hook sees of a bucket. The methods are those of torch.distributed.GradBucket,
+    which Python cannot construct."""
+
+    def __init__(self, bucket, buckets):
+        self._bucket, self._buckets = bucket, buckets
+        self._buffer = bucket.gradients
+
+    def index(self):
+        return self._buckets.index(self._bucket)
+
+    def is_last(self):
+        return self._bucket is self._buckets[-1]
+
+    def parameters(self):
+        return list(self._bucket.slots)
+
+    def buffer(self):
+        return self._buffer
+
+    def gradients(self):
+        return [self._bucket.view(p, self._buffer) for p in self._bucket.slots]
+
+    def set_buffer(self, buffer):
+        self._buffer = buffer
 
 
 def completed(value):
@@ -566,23 +774,28 @@ def completed(value):
 
 
 class HierarchicalState:
-    """For `hierarchical_hook`: `inside`, the group of this rank's node, which is node_size
-    neighbours, and `across`, the ranks with its place in other nodes.
+    """For `hierarchical_hook`: two groups that this rank belongs to.
 
-    A collective. Raises ValueError unless node_size divides the world size.
+        ranks 0 1 2 3 with node_size 2     intra_node of rank 2: 2 3     inter_node of rank 2: 0 2
+
+    intra_node: node_size neighbours, the ranks of one node. inter_node: the ranks with this one's
+    place in every node. A collective. Raises ValueError unless node_size divides the world size.
     """
 
     def __init__(self, node_size, process_group=None):
         group = process_group or dist.group.WORLD
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
-        if node_size < 1 or len(ranks) % node_size:
+        if node_size < 1 or len(ranks) % node_size > 0:
             raise ValueError(f"{len(ranks)} ranks do not divide into nodes of {node_size}")
-        first, place = rank - rank % node_size, rank % node_size
-        # The group's own; new_group() would take the world's backend, and 30 minutes.
-        options = dict(timeout=group._get_backend(group._device_types[0]).options._timeout,
-                       backend=dist.get_backend(group), use_local_synchronization=True)
-        self.inside, self.across = (dist.new_group(members, **options) for members in (
-            ranks[first:first + node_size], ranks[place::node_size]))
+        place = rank % node_size
+        first = rank - place
+        # Backend and timeout of the group; new_group() would take the world's, and 30 minutes.
+        options = group._get_backend(group._device_types[0]).options
+        new_group = functools.partial(dist.new_group, timeout=options._timeout,
+                                      backend=dist.get_backend(group),
+                                      use_local_synchronization=True)
+        self.intra_node = new_group(ranks[first:first + node_size])
+        self.inter_node = new_group(ranks[place::node_size])
 
 
 def hierarchical_hook(state, bucket):
@@ -592,12 +805,14 @@ def hierarchical_hook(state, bucket):
     Contributions are added in rank order inside a node, then nodes in order: other bits than the
     flat sum's, unless node_size is 1 or W.
     """
-    n, node_size = len(bucket.buffer()), dist.get_world_size(state.inside)
-    flat = bucket.buffer().mul_(1 / (node_size * dist.get_world_size(state.across)))
+    n, node_size = len(bucket.buffer()), dist.get_world_size(state.intra_node)
+    W = node_size * dist.get_world_size(state.inter_node)
+    flat = bucket.buffer().mul_(1 / W)
     flat = torch.nn.functional.pad(flat, (0, -n % node_size))  # to equal chunks
-    reduce_scatter(flat, state.inside)()
-    all_reduce(flat.chunk(node_size)[dist.get_rank(state.inside)], state.across)()()
-    all_gather(flat, state.inside)()
+    reduce_scatter(flat, state.intra_node)()
+    own = flat.chunk(node_size)[dist.get_rank(state.intra_node)]
+    AllReduce(own, state.inter_node).wait()
+    all_gather(flat, state.intra_node)()
     return completed(flat[:n])
 
 
@@ -623,18 +838,22 @@ def top_k_hook(state, bucket):
     """
     W, flat = dist.get_world_size(state.process_group), bucket.buffer()
     ratio = state.ratio if state.iter >= state.start_iter else 1
-    state.iter += bucket.is_last()
-    gradients = list(zip(bucket.parameters(), bucket.gradients()))
-    for p, gradient in gradients:
+    if bucket.is_last():
+        state.iter += 1
+    gradients = dict(zip(bucket.parameters(), bucket.gradients()))
+    for p, gradient in gradients.items():
         gradient += state.residual.get(p, 0)
-    index = flat.abs().topk(math.ceil(ratio * len(flat)), sorted=False).indices.int()
+    n_sent = math.ceil(ratio * len(flat))
+    index = flat.abs().topk(n_sent, sorted=False).indices.int()
     value = flat[index] * (1 / W)
-    indices, values = ([torch.empty_like(t) for _ in range(W)] for t in (index, value))
+    indices = [torch.empty_like(index) for _ in range(W)]
+    values = [torch.empty_like(value) for _ in range(W)]
     dist.all_gather(indices, index, group=state.process_group)
     dist.all_gather(values, value, group=state.process_group)
     flat[index] = 0
     flat.nan_to_num_(0.0, 0.0, 0.0)  # an inf or nan has been sent, and must not stay
-    state.residual |= {p: gradient.clone() for p, gradient in gradients}
+    for p, gradient in gradients.items():
+        state.residual[p] = gradient.clone()
     total = torch.zeros_like(flat, dtype=torch.float32 if flat.dtype.itemsize == 2 else None)
     for where, received in zip(indices, values):  # in rank order; no index twice in one of them
         total.index_add_(0, where, received.to(total.dtype))
@@ -664,14 +883,144 @@ def total_norm(tensors, process_group=None):
 
 def clip_gradients_(gradients, max_norm, process_group=None, divide_by=1):
     """Divide gradients in place by divide_by, and scale them to a total norm of at most max_norm;
-    return the norm between the two.
+    return the norm between the two, a float64 scalar.
 
-    The one clipping function of all modes. Group as in `total_norm`; max_norm inf does not clip.
-    Both are one product: sums over any number of ranks and micro-steps are rounded once.
+    The one clipping function of all modes. process_group as in `total_norm`; max_norm inf does not
+    clip. Both are one product, with min(1, max_norm / (norm + 1e-6)) / divide_by, computed in
+    float64 and rounded to fp32: so sums over any number of ranks and micro-steps are rounded once.
     """
     norm = total_norm(gradients, process_group) / divide_by
     if gradients and (max_norm < math.inf or divide_by != 1):
-        factor = ((max_norm / (norm + 1e-6)).clamp(max=1.0) / divide_by).float()
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = (clip / divide_by).float()
         # Also when it is 1: asking would make the CPU wait for the GPU.
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
+
+
+# -------------------------------------------------------------------------------------------------
+# guards: right, or refused
+#
+# What a script does around a wrapper should be right, or raise and say what to do. Nothing above
+# needs what follows: each method here does something before or after the method of the same name
+# above, and calls that by super(). A script without mistakes gets the same bits without them.
+
+
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+class Guards:
+    """Before `Reducer`'s or a subclass's methods, for `DDP` and the stages of ZeRO.
+
+    A module is wrapped once, and stays what it was when it was wrapped. A gradient that a script
+    keeps stays as it is. A backward inside another, or after one that raised, is refused.
+    """
+
+    # ---- the module
+
+    def _agree_on_module(self, options):
+        for name, m in self.module.named_modules():
+            # By name, since nobody wants to import FSDP for this.
+            kinds = {kind.__name__ for kind in type(m).__mro__}
+            if isinstance(m, Reducer) or kinds & WRAPPERS:
+                self._refuse(f"the module is, or holds, a wrapper, {type(m).__name__} {name}, which "
+                             f"averages gradients itself: wrap the plain module, and only once")
+            # A lookup scales the rows that this rank's batch uses: then ranks differ.
+            if getattr(m, "max_norm", None) is not None and self.world_size > 1:
+                self._refuse(f"{name}: max_norm={m.max_norm} changes the weights of each rank by "
+                             f"its own batch, in the forward: pass max_norm=None")
+        return super()._agree_on_module(options)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self):
+        """torch's DDP asks the module that it wraps for this."""
+        self._refuse("averages gradients itself, and must not be wrapped again, by torch's DDP or "
+                     "by a library's prepare(): give the library model.module, or only the "
+                     "optimizer and the data")
+
+    def __getattr__(self, name):
+        """Of what is not here, such as `model.config`, say where it is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            hint = ""
+            if hasattr(self.__dict__.get("_modules", {}).get("module"), name):
+                hint = f": use model.module.{name}"
+            fact = f"'{type(self).__name__}' object has no attribute '{name}'{hint}"
+            raise AttributeError(fact, name=name, obj=self) from None
+
+    def _track(self, buckets):
+        super()._track(buckets)
+        # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
+        # there is a weak reference.
+        self._not_to_swap = [weakref.ref(p) for p in self._names]
+        self._given = {}  # {parameter: a weak reference to the `.grad` that its owner was given}
+
+    @torch.compiler.disable
+    def _prepare_forward(self):
+        """Each trained parameter has one hook, which is ours. Takes 1 us per parameter, 5 us in the
+        stages."""
+        for name, p in self._named("parameters"):
+            is_ours = len(p._post_accumulate_grad_hooks or ()) == 1
+            if p.requires_grad and not is_ours and isinstance(p, torch.nn.Parameter):
+                self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
+            self._refuse_optimizer_in_backward(name, p)
+        super()._prepare_forward()
+
+    def _refuse_optimizer_in_backward(self, name, p):
+        if "_in_backward_optimizers" in vars(p):
+            self._refuse(f"{name} has an optimizer that steps in the backward, before gradients are "
+                         f"averaged: make an optimizer of model.parameters()")
+
+    # ---- a backward
+
+    def _notice_backward(self, gradient=None):
+        task = torch._C._current_graph_task_id()
+        if self._backward is not None and task not in (self._backward.task, -1):
+            self._refuse("a backward inside another, or after one that raised: pass "
+                         "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
+        super()._notice_backward(gradient)
+
+    def _prepare_for_backward(self, task):
+        super()._prepare_for_backward(task)
+        for p, reference in self._given.items():
+            kept = reference()
+            if kept is not None and kept is not self._bucket_of[p].slots[p].owner.grad:
+                with torch._C.DisableTorchFunctionSubclass():
+                    kept.data = kept.data.clone()  # this backward will write to the bucket
+
+    def _mark_param_ready(self, p):
+        if torch.is_grad_enabled() or p.grad is not None and p.grad.is_sparse:
+            self._refuse(f"{self._names[p]}: no support of create_graph and of sparse gradients")
+        super()._mark_param_ready(p)
+
+    def _finalize_backward(self):
+        super()._finalize_backward()
+        for p, bucket in self._bucket_of.items():
+            gradient = bucket.slots[p].owner.grad
+            if gradient is not None:
+                self._given[p] = weakref.ref(gradient)
+
+
+class NoReducer:
+    """What Lightning calls of the reducer of torch's DDP. Nothing is to be done here."""
+
+    def _rebuild_buckets(self):
+        return False
+
+    def prepare_for_backward(self, outputs):
+        pass
+
+    _prepare_for_backward = prepare_for_backward
+
+
+class DDP(Guards, PlainDDP):
+    __doc__ = PlainDDP.__doc__
+
+    # What Lightning and Accelerate touch of torch's DDP.
+    static_graph = False
+    require_forward_param_sync = True
+    reducer = NoReducer()
+
+    def _get_ddp_logging_data(self):
+        return {}

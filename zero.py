@@ -9,9 +9,9 @@
 
 Replaces torch's ZeroRedundancyOptimizer (1,700 lines) and FSDP2 (5,700). How it works (Rajbhandari
 et al., arXiv 1910.02054, section 5): the parameters of a unit, such as a block of the model, lie in
-flat buffers that are cut into W shards, and rank r owns the r-th of each. A unit is gathered before
-it is used, and its gradients are reduced to the owners of its shards. The stages differ in what a
-rank keeps whole; for Psi parameters, per rank:
+flat buffers that are cut into W chunks, and rank r owns the r-th of each. An all-gather unshards a
+unit before it is used, and a reduce-scatter brings its gradients to the owners of the chunks. The
+stages differ in what a rank keeps whole; for Psi parameters, per rank:
 
     stage  shards    keeps whole               bytes, fp32, Adam  sent, in (W-1)/W Psi elements
     Zero1  P_os      parameters and gradients  8 Psi + 8 Psi/W    2 per step
@@ -22,8 +22,8 @@ The module keeps its parameters: forward and backward compute with them. The opt
 parameters, the shards. (A fused optimizer rounds the last elements of a tensor differently, so that
 its shards do not get the bits of the whole.)
 
-How it differs: the gather of a unit overlaps with the forward of the one before. In stage 3 the
-backward gathers a unit when autograd asks for one of its weights, so a model may call its units
+How it differs: the all-gather of a unit overlaps with the forward of the one before. In stage 3 the
+backward unshards a unit when autograd asks for one of its weights, so a model may call its units
 again, out of order or in a checkpoint. Contributions to a gradient are added in rank order, in
 stages 2 and 3 micro-step by micro-step. Outside of no_sync() that gives the bits of one process
 that accumulates the same micro batches, if W is a power of two, or if 1/W is left out: train.py
@@ -33,23 +33,288 @@ Cost beside the table: during the backward three buckets of 25 MB, one that fill
 and what arrives for it (Zero1: the last); in Zero3 the root and two units; under no_sync() whole
 gradients.
 
-In this order: three small functions; what shards are; the stages as the paper has them: Zero1,
-which can be read by itself, what Zero2 does otherwise, and what Zero3 adds; the meta device.
+In this order: the oracle, which is stage 1 without overlap; buckets and units; the stages as the
+paper has them: `PlainZero1`, which can be read by itself, what `PlainZero2` does otherwise, and
+what `PlainZero3` adds; the meta device. That is all of ZeRO. The last section, guards, protects
+from mistakes: `Zero3` is `PlainZero3` behind `ShardGuards`. `from zero import PlainZero3 as Zero3`
+switches them off, and no bit changes.
+
+Private functions of torch that this file uses beside those of ddp.py, and what to do when one goes:
+
+    t._version                              how often t was written to in place: autograd's own
+                                            test; otherwise count the optimizer's steps
+    storage._cdata                          a number for a piece of memory; or its data_ptr()
+    _top_saved_tensors_default_hooks        the hooks around, such as activation checkpointing's;
+                                            otherwise those cannot be combined with stage 3
+    p.__class__ = ..., __torch_function__   for guards: what a parameter may be asked for; torch's
+                                            UninitializedParameter works like this
+    _backward_hooks                         for guards: whether a script has put a hook on a shard
 """
 
+import collections.abc
 import contextlib
+import copy
+import dataclasses
 import functools
+import math
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
-from ddp import (Bucket, HierarchicalState, Reducer, add_in_rank_order, all_gather, all_reduce,
-                 attach, broadcast, fill_buckets, in_backward, reduce_scatter)
+from ddp import (AllReduce, Bucket, Guards, HierarchicalState, Reducer, add_in_rank_order,
+                 all_gather, broadcast, count_ranks, fill_buckets, in_backward, reduce_scatter,
+                 weakly)
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's number
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
+
+
+# -------------------------------------------------------------------------------------------------
+# the oracle: stage 1, one collective per parameter, nothing overlaps
+#
+#     shards = make_shards(module)
+#     optimizer = torch.optim.AdamW(shards.values(), fused=False)
+#     loss = module(x, y)
+#     loss.backward()
+#     reduce_gradients(shards)          # each shard's `.grad` is the mean over ranks
+#     optimizer.step(); optimizer.zero_grad()
+#     gather_parameters(shards)         # module has the new weights
+#
+# Every rank computes all gradients, as in DDP. But it updates only its piece, 1/W of each
+# parameter, so it needs 1/W of the optimizer's state: P_os. All that follows is the same, earlier.
+
+
+def own_piece(t, process_group):
+    """This rank's of the W pieces into which the elements of t are cut, with as many dimensions."""
+    pieces = t.reshape(-1).tensor_split(dist.get_world_size(process_group))
+    piece = pieces[dist.get_rank(process_group)]
+    return piece.view(-1, *[1] * (t.dim() - 1))
+
+
+@torch.no_grad()
+def make_shards(module, process_group=None):
+    """Start with rank 0's values -> {parameter of module: its shard, for the optimizer}."""
+    shards = {}
+    broadcast([*module.parameters(), *module.buffers()], process_group)
+    for p in module.parameters():
+        piece = own_piece(p, process_group).clone()
+        shards[p] = torch.nn.Parameter(piece, p.requires_grad)
+    return shards
+
+
+@torch.no_grad()
+def reduce_gradients(shards, process_group=None):
+    """Move gradients from parameters to shards: a shard's `.grad` is its piece of the mean over
+    ranks. None counts as zero, and stays None where no rank has a gradient."""
+    W = dist.get_world_size(process_group)
+    trained = [p for p in shards if p.requires_grad]
+    is_used = [p.grad is not None for p in trained]
+    n_ranks = count_ranks(is_used, trained[0].device, process_group)()
+    for p, n in zip(trained, n_ranks):
+        if n > 0:
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            flat = gradient.reshape(-1) * (1 / W)
+            reduce_scatter(flat, process_group)()
+            shards[p].grad = own_piece(flat.view(p.shape), process_group)
+        p.grad = None
+
+
+@torch.no_grad()
+def gather_parameters(shards, process_group=None):
+    """Give each parameter the values that its shards have on all ranks."""
+    for p, shard in shards.items():
+        whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+        own_piece(whole, process_group).copy_(shard)
+        all_gather(whole.view(-1), process_group)()
+        p.copy_(whole)
+
+
+# -------------------------------------------------------------------------------------------------
+# buckets and units
+
+
+class ShardedBucket(Bucket):
+    """A bucket whose parameters lie in flat buffers too, cut into W equal chunks of S elements, of
+    which rank r owns the r-th:
+
+        unsharded          (W S,) in param_dtype: what forward and backward use, or None
+        sharded            (S,) in the parameters' own dtype: the optimizer's shards are views of it
+        gradients          (W S,) in reduce_dtype: this rank's gradients, or None
+        sharded_gradients  (S,) as sharded: the means; the shards' `.grad` are views of it
+        unreduced          parameters whose gradient is in gradients, and is not yet reduced
+
+    Whose memory is whose on rank 0 of two, where c0 and c1 are chunks of parameters, g0 and g1 of
+    gradients:
+
+                           Zero1                Zero2                Zero3
+        unsharded          [c0|c1]              [c0|c1]              [c0|c1] while its unit is used
+        sharded            c0 of unsharded      c0 of unsharded      [c0]
+        gradients          [g0|g1]              [g0|g1] until it     [g0|g1] until it
+                                                is reduced           is reduced
+        sharded_gradients  g0 of gradients      [g0]                 [g0]
+
+    In another dtype or on another device (offload) a chunk has memory of its own in any stage. A
+    slot's owner is the parameter's shard.
+    """
+
+    def __init__(self, unit, parameters, names, W, rank, device, param_dtype, reduce_dtype):
+        self.unit, self.rank, self.device, self.dtype = unit, rank, device, parameters[0].dtype
+        is_float = self.dtype.is_floating_point
+        self.param_dtype = param_dtype if param_dtype and is_float else self.dtype
+        self.reduce_dtype = reduce_dtype if reduce_dtype and is_float else self.dtype
+        align = ALIGN_BYTES // min(self.dtype.itemsize, self.param_dtype.itemsize)
+        super().__init__(parameters, names, align)
+        self.size = max(1, math.ceil(self.n / W))  # S
+        self.n = W * self.size
+        self.unsharded, self.sharded, self.sharded_gradients = None, None, None
+        self.unreduced = set()
+
+    # ---- which elements are this rank's
+
+    def local_shard(self, buffer):
+        """This rank's chunk, (S,), of a (W S,) buffer."""
+        return buffer[self.rank * self.size:(self.rank + 1) * self.size]
+
+    def lies_in(self, chunk, buffer):
+        """Whether chunk, (S,), is this rank's chunk of buffer, and not a copy."""
+        return buffer is not None and chunk.data_ptr() == self.local_shard(buffer).data_ptr()
+
+    def shard_range(self, p):
+        """(first, end) of this rank's part of p, counted in elements within p, in order of memory.
+        Both are the same number, from 0 to p's number of elements, where it has none.
+
+            W = 2, S = 8; p has 10 elements, of which the first is number 4 of the buffer:
+
+            buffer   0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15      rank 0: (0, 4)
+            of p             0 1 2 3 | 4 5  6  7  8  9            rank 1: (4, 10)
+        """
+        slot = self.slots[p]
+        n = slot.shape.numel()
+        chunk_in_p = self.rank * self.size - slot.first  # where the chunk begins, seen from p
+        first = min(max(chunk_in_p, 0), n)
+        end = min(max(chunk_in_p + self.size, 0), n)
+        return first, end
+
+    def shard_view(self, p, buffer):
+        """This rank's part of p, as a view of buffer, which is (S,), this rank's chunk: in the
+        shape (n, 1, ..., 1), with as many dimensions as p; (n,) if p has none."""
+        slot, (first, end) = self.slots[p], self.shard_range(p)
+        start = slot.first + first - self.rank * self.size
+        ones = [1] * (len(slot.shape) - 1)
+        return buffer[start:start + end - first].view(end - first, *ones)
+
+    # ---- parameters
+
+    def make_shards(self):
+        """Make the optimizer's parameters, views of `sharded`."""
+        for p, slot in self.slots.items():
+            # .data, for a _version of its own: a gather may write to sharded, which is no update.
+            slot.owner = torch.nn.Parameter(self.shard_view(p, self.sharded).data, p.requires_grad)
+            vars(slot.owner).update(vars(p))  # such as p.no_decay, by which a script makes groups
+
+    def part_of(self, p, value):
+        """This rank's part of value, which has the shape of p: (n, 1, ..., 1), as its shard."""
+        whole = torch.empty(self.n, dtype=value.dtype, device=self.sharded.device)
+        self.view(p, whole).copy_(value)
+        return self.shard_view(p, self.local_shard(whole))
+
+    @torch.inference_mode(False)  # what is made inside it could not be used outside
+    def point_parameters(self):
+        """Give the module's parameters their values. To assign .data is how: the Parameter stays
+        the same object for the module, for hooks and for autograd; only its memory is another.
+        Where there are no values it is a nan that is expanded to p's shape, which takes no memory;
+        autograd asks for the shape, and who reads a weight at the wrong time gets no old one."""
+        for p, slot in self.slots.items():
+            if self.unsharded is not None:
+                p.data = self.view(p, self.unsharded)
+            else:
+                nan = torch.full((), float("nan"), device=self.device).to(self.param_dtype)
+                p.data = nan.expand(slot.shape)
+
+    # ---- gradients
+
+    def put(self, p, scale):
+        """Move p.grad into its place in `gradients`, which gets memory (W S,) if it has none.
+
+        If p is in `unreduced`, no_sync() has left a gradient there: add p.grad, if there is one,
+        and multiply the sum by scale. Otherwise write p.grad, in gradients' dtype, times scale; or
+        zeros if p.grad is None, as other ranks may have used p. Set p.grad to None, so that its
+        memory is freed, and note p in `unreduced` if it had a gradient. Returns whether it is in
+        `unreduced` now.
+        """
+        if self.gradients is None:
+            self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
+        place = self.view(p, self.gradients)
+        if p in self.unreduced:
+            if p.grad is not None:
+                place.add_(p.grad)
+            place.mul_(scale)
+        elif p.grad is not None:
+            torch.mul(p.grad.to(place.dtype), scale, out=place)  # a product in 16 bits would round
+            self.unreduced.add(p)
+        else:
+            place.zero_()
+        p.grad = None
+        return p in self.unreduced
+
+    def place_of_gradient(self, p):
+        """This rank's part of `sharded_gradients` that is p's. `.data` as in `Bucket`."""
+        return self.shard_view(p, self.sharded_gradients).data
+
+    def give_mean(self, p):
+        """The mean of p's gradient, or this rank's part of it, becomes `.grad` of its shard."""
+        shard, mean = self.slots[p].owner, self.place_of_gradient(p)
+        if shard.grad is not None:
+            mean += shard.grad  # a loss over the shards has brought it
+        shard.grad = mean
+
+    def take_accumulated(self):
+        """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing. From now
+        on they are None, unless a loss over shards brings them another."""
+        found = {}
+        for p, slot in self.slots.items():
+            if slot.owner.grad is not None:
+                found[p] = slot.owner.grad
+                slot.owner.grad = None
+        if not found:
+            return []
+        in_place = [p for p, gradient in found.items()
+                    if gradient.data_ptr() == self.place_of_gradient(p).data_ptr()]
+        if len(in_place) == len(self.slots):
+            return [self.sharded_gradients]
+        together = torch.zeros_like(self.sharded)  # a script has replaced some, or set them to None
+        for p, gradient in found.items():
+            self.shard_view(p, together).copy_(gradient)
+        return [together]
+
+
+class Unit:
+    """A part of the model whose parameters are unsharded together: a block, or, the root, the rest.
+
+        submodules, parameters   what belongs to it and to no other unit
+        buckets                  of these parameters
+        tag                      of its all-gathers; without, ranks could swap units out of order
+        is_unsharded             whether the whole parameters have the values of the shards, or will
+                                 have them when the all-gather under way ends
+        gathers                  functions that wait for that all-gather
+        version                  `current_version()` when it was last unsharded
+    """
+
+    def __init__(self, name, module, tag):
+        self.name, self.module, self.tag = name, module, tag
+        self.submodules, self.parameters, self.buckets, self.gathers = [], [], [], []
+        self.is_unsharded = False
+        self.version = 0
+
+    def current_version(self):
+        """A number that grows when the optimizer changes the shards."""
+        version = 0
+        for bucket in self.buckets:
+            for slot in bucket.slots.values():
+                version += slot.owner._version
+        return version
 
 
 def find_units(module):
@@ -58,262 +323,37 @@ def find_units(module):
     if isinstance(module, torch.nn.ModuleList):
         bare = torch.nn.ParameterList, torch.nn.ParameterDict, type(None)
         return [element for element in module if not isinstance(element, bare)]
-    return [unit for child in module.children() for unit in find_units(child)]
+    units = []
+    for child in module.children():
+        units += find_units(child)
+    return units
 
 
 def unless_compiling(hook):
     """A hook that leaves no trace in what torch.compile makes of the module around."""
-    return lambda *arguments: None if torch.compiler.is_compiling() else hook(*arguments)
+    def quiet_hook(*arguments):
+        if not torch.compiler.is_compiling():
+            return hook(*arguments)
+
+    return quiet_hook
 
 
-# -------------------------------------------------------------------------------------------------
-# what shards are
+def cast_floats(inputs, dtype):
+    """Inputs of a forward with all floating-point tensors in dtype. Containers keep their types,
+    subclasses of dict too, which `tree_map` does not look into."""
+    def is_mapping(value):
+        return isinstance(value, collections.abc.MutableMapping)
 
+    def cast(value):
+        if is_mapping(value):
+            changed = copy.copy(value)
+            for key in value:
+                changed[key] = cast_floats(value[key], dtype)
+            return changed
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
 
-class ShardedBucket(Bucket):
-    """A bucket whose parameters lie in flat buffers too, cut into W equal chunks of S elements, of
-    which rank r owns the r-th:
-
-        whole      (W S,) in param_dtype: what forward and backward use, or None
-        master     (S,) in the parameters' own dtype; the optimizer's shards are views of it
-        gradients  (W S,) in reduce_dtype: this rank's gradients, or None
-        mean       (S,) as master: the mean over ranks; the shards' `.grad` are views of it
-        filled     parameters whose gradient is in gradients, and is not yet reduced
-
-    Where whole is kept, master can be its own chunk; likewise mean of gradients.
-    """
-
-    def __init__(self, unit, parameters, W, device, param_dtype, reduce_dtype, rank):
-        self.unit, self.rank, self.device, self.dtype = unit, rank, device, parameters[0].dtype
-        given = (param_dtype, reduce_dtype) if self.dtype.is_floating_point else (None, None)
-        self.param_dtype, self.reduce_dtype = (dtype or self.dtype for dtype in given)
-        align = ALIGN_BYTES // min(self.dtype.itemsize, self.param_dtype.itemsize)
-        super().__init__(parameters, align)
-        self.size = max(1, -(-self.n // W))  # S
-        self.n = W * self.size
-        self.whole = self.master = self.mean = None
-        # shards: {parameter: the optimizer's}; seen and homes are those of GuardedBucket.
-        self.shards, self.filled, self.seen, self.homes = {}, set(), {}, {}
-
-    def own_chunk(self, buffer):
-        """This rank's chunk, (S,), of a (W S,) buffer."""
-        return buffer[self.rank * self.size:(self.rank + 1) * self.size]
-
-    def lies_in(self, chunk, buffer):
-        """Whether chunk, (S,), is this rank's chunk of buffer, and not a copy."""
-        return buffer is not None and chunk.data_ptr() == self.own_chunk(buffer).data_ptr()
-
-    def part(self, p):
-        """[first, end] of this rank's part of p, counted within p; equal where it has none."""
-        shape, _, start = self.places[p]
-        first = self.rank * self.size - start
-        return [min(max(i, 0), shape.numel()) for i in (first, first + self.size)]
-
-    def shard_view(self, p, buffer):
-        """This rank's part of p in a (S,) buffer: (n, 1, ..., 1), with as many dimensions as p."""
-        (shape, _, start), (first, end) = self.places[p], self.part(p)
-        offset = start + first - self.rank * self.size
-        return buffer[offset:offset + end - first].view(end - first, *[1] * (len(shape) - 1))
-
-    def make_shards(self):
-        """Make the optimizer's parameters, views of master."""
-        for p in self.places:
-            # .data, for a _version of its own: a gather may write to master, which is no update.
-            shard = torch.nn.Parameter(self.shard_view(p, self.master).data, p.requires_grad)
-            vars(shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
-            self.shards[p], self.homes[p] = shard, shard.data_ptr()
-
-    def part_of(self, p, value):
-        """This rank's part of value, which has the shape of p: (n, 1, ..., 1), as its shard."""
-        whole = torch.empty(self.n, dtype=value.dtype, device=self.master.device)
-        self.view(p, whole).copy_(value)
-        return self.shard_view(p, self.own_chunk(whole))
-
-    def put(self, p, scale):
-        """Move p.grad into gradients, added to what they hold of p; then all of it times scale.
-        Returns whether there is a gradient."""
-        if self.gradients is None:
-            self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
-        view = self.view(p, self.gradients)
-        # The mark is gone if zero_grad() was called since no_sync() has filled it.
-        if p in self.filled and type(self.shards[p].grad) is Held:
-            view.add_(0 if p.grad is None else p.grad).mul_(scale)
-        elif p.grad is None:
-            view.zero_()  # not used here, maybe elsewhere
-            self.filled.discard(p)
-        else:
-            torch.mul(p.grad.to(view.dtype), scale, out=view)  # a product in 16 bits would round
-        if p.grad is not None:
-            self.filled.add(p)
-            p.grad = None
-        return p in self.filled
-
-    def mean_of(self, p):
-        return self.shard_view(p, self.mean).data
-
-    def mean_so_far(self):
-        """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing. From now
-        on they are None, unless a loss over shards brings them another."""
-        found = {p: shard.grad for p, shard in self.shards.items() if shard.grad is not None}
-        for p, gradient in found.items():
-            self.shards[p].grad = None
-            gradient.__class__ = torch.Tensor
-        if not found:
-            return []
-        if all(found.get(p) is mean for p, (_, mean) in self.targets.items()):
-            return [self.mean]
-        together = torch.zeros_like(self.master)
-        for p, gradient in found.items():
-            self.shard_view(p, together).copy_(gradient)
-        return [together]
-
-
-class Unit:
-    """A part of the model whose parameters are gathered together: a block, or, the root, the rest.
-
-        submodules, parameters   what belongs to it and to no other unit
-        buckets                  of these parameters
-        is_current               whether the whole parameters have the values of the shards, or
-                                 will have them when the gather under way ends
-        waits                    functions that wait for that gather
-        version                  `current_version()` when it was last looked at
-    """
-
-    def __init__(self, name, module):
-        self.name, self.module = name, module
-        self.submodules, self.parameters, self.buckets, self.waits = [], [], [], []
-        self.is_current, self.version = False, None
-
-    def current_version(self):
-        """A number that grows when the optimizer changes the shards."""
-        return sum(shard._version for bucket in self.buckets for shard in bucket.shards.values())
-
-    def refuse_old_graphs(self):
-        """If the shards have changed, count it as a change of the module's parameters, so that a
-        backward through the old weights raises."""
-        if self.version != self.current_version():
-            self.version = self.current_version()
-            for bucket in self.buckets:
-                bucket.show(False)  # before the next line, which would look like a write
-            torch.autograd.graph.increment_version(self.parameters)
-
-
-# -------------------------------------------------------------------------------------------------
-# right, or refused
-#
-# What a script does around a stage should be right, or raise. Who studies the stages may skip this
-# section. Its rules:
-#
-#   - Outside of a forward and of the backward after it a parameter of the module is Absent: it
-#     stands for its shard, and nobody reads an old value.
-#   - What turns up where it does not belong is taken to where it does: a value that replaces
-#     `.data` of a shard, or that a forward writes to a parameter; a gradient that autograd adds to
-#     a shard; a freeze of the one or the other.
-#   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a mean, or writes to a row.
-
-
-# Attributes of a parameter that are its value or a view of it, and methods that do not read it.
-VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-QUESTIONS = {"size", "dim", "numel", "stride", "is_floating_point", "data_ptr", "untyped_storage",
-             "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-# What a part of a gradient cannot be asked for; what it can be while no_sync() holds it back;
-# names of optimizers that look at whole parameters.
-WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean",
-              "std", "var", "dot", "matmul", "einsum", "normalize", "topk", "sort", "__setitem__"}
-HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
-NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"
-
-
-class Absent(torch.nn.Parameter):
-    """What a parameter of the module is while its value is not there, or may be old. It can be
-    asked for its attributes, and `.grad` is that of its shard. What can be written part by part, a
-    whole value, goes to the shard. Anything else raises RuntimeError. torch's
-    UninitializedParameter works like this."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        is_attribute = type(function).__name__ == "method-wrapper"
-        p = next((t for t in args if isinstance(t, cls)), None)
-        name = function.__self__.__name__ if is_attribute else function.__name__
-        with torch._C.DisableTorchFunctionSubclass():
-            if is_attribute and name == "grad" and not in_backward():
-                return function(p.bucket.shards[p], *args[1:])
-            if name == "requires_grad_" or (name, len(args)) == ("requires_grad", 2):
-                function(p.bucket.shards[p], *args[1:], **kwargs or {})
-            if name in QUESTIONS or is_attribute and name not in VALUES:
-                return function(*args, **kwargs or {})
-            if name in ("copy_", "data") and len(args) == 2 and type(args[1]) is not cls:
-                return p.bucket.shards[p].detach().copy_(p.bucket.part_of(p, args[1]))
-        raise RuntimeError(f"{name} of {getattr(p, 'full_name', 'one')}: a parameter has a value "
-                           f"in forward and backward; else use parameters() or full_parameters()")
-
-
-class Part(torch.Tensor):
-    """`.grad` of a shard from a backward to the step, and what is computed from it. It is pickled
-    as a Tensor, so that files do not need this class."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        name, is_held = function.__name__, Held in types
-        if name in WHOLE_ONLY or is_held and name not in HELD:
-            fact = "held back by no_sync()" if is_held else "one rank's part: use clip_grad_norm_()"
-            raise RuntimeError(f"{name} of the gradient of a shard, which is {fact}")
-        if name in ("zero_", "_foreach_zero_"):
-            tree_map_only(Held, lambda t: setattr(t, "__class__", torch.Tensor), args)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **(kwargs or {}))
-        if type(result) is torch.Tensor and not any(result is t for t in args):
-            result.__class__ = Part
-        return result
-
-    def __reduce_ex__(self, protocol):
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
-
-
-class Held(Part):
-    """`.grad` of a shard while no_sync() holds a gradient of it back. It can only be dropped."""
-
-
-class GuardedBucket(ShardedBucket):
-    """A bucket that takes care of what scripts do to its parameters and shards.
-
-        seen   {parameter that may be read: its address, version, requires_grad}, or empty
-        homes  {parameter: the address of its shard}
-    """
-
-    @torch.inference_mode(False)  # what is made inside it could not be used outside
-    def show(self, is_there):
-        """Point the parameters at whole or, where there is none, at a nan that is expanded to their
-        shape and takes no memory; let them be read if is_there. Before that take to the shards what
-        a forward has written to parameters, and a script has put in the place of shards."""
-        nothing = torch.full((), float("nan"), device=self.device).to(self.param_dtype)
-        for p, (shape, *_) in self.places.items():
-            p.__class__ = p.kind
-            shard, value, seen = self.shards[p], p.data, self.seen.pop(p, None)
-            if is_there or seen is not None:  # else nobody could change it
-                p.data = nothing.expand(shape) if self.whole is None else self.view(p, self.whole)
-            if shard.data_ptr() != self.homes[p]:
-                replaced, shard.data = shard.data, self.shard_view(p, self.master)
-                shard.detach().copy_(replaced)
-            if seen is not None and seen[:2] != (value.data_ptr(), p._version):
-                shard.data.copy_(self.part_of(p, value))  # the graphs of this forward stay valid
-            if seen is None or seen[2] != shard.requires_grad:
-                p.requires_grad = shard.requires_grad
-            shard.requires_grad = p.requires_grad
-            if shard._backward_hooks or shard._post_accumulate_grad_hooks:
-                raise RuntimeError(f"{p.full_name}: a shard's hooks do not run: hook the module's")
-            if is_there:
-                self.seen[p] = p.data_ptr(), p._version, p.requires_grad
-            p.__class__ = p.kind if is_there else Absent
-
-    def mark_gradients(self):
-        """Where a backward ends: `.grad` of a shard is a Part, and not None while the bucket holds
-        its gradient back, so that zero_grad() of an optimizer can be seen."""
-        for p, shard in self.shards.items():
-            if shard.grad is None and p in self.filled:
-                shard.grad = torch.zeros_like(shard)
-            if shard.grad is not None:
-                shard.grad.__class__ = Held if p in self.filled else Part
+    return tree_map(cast, inputs, is_leaf=is_mapping)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -322,29 +362,31 @@ class GuardedBucket(ShardedBucket):
 # A stage is what it keeps, the first two lines, and what it does at seven steps. A dot says: as the
 # stage before.
 #
-#                     Zero1                             Zero2             Zero3
-#   _keep_parameters  all, the own chunk as their part  .                 only the own chunk
-#   _keep_gradients   all, the mean as their part       only the mean     .
+#                           PlainZero1                        PlainZero2       PlainZero3
+#   _keep_parameters        all; the own chunk lies in them   .                only the own chunk
+#   _keep_gradients         all; the own means lie in them    only own means   .
 #
-#   _begin_forward    start to gather all units         .                 free all; plan the course
-#   _use              wait for the root and the unit    .                 gather along the course,
-#                                                                         take notes of weights
-#   _leave            the last one ends the forward     .                 the unit around goes on
-#   _end_forward      wait for units that were skipped  .                 end the course
-#   _begin_backward   clone means that are in the way   .                 plan the course back
-#   _is_ready         a bucket has all its gradients    .                 ... and the next unit is
-#                                                                         on its way
-#   _end_backward     give the shards their means       .                 end the course; free all
+#   _begin_forward          start to unshard all units        .                reshard all; plan the
+#                                                                              prefetch order
+#   _use                    wait for the root and the unit    .                unshard in that order;
+#                                                                              take notes of weights
+#   _post_forward           the last one ends the forward     .                unshard the unit
+#                                                                              around again
+#   _end_forward            wait for units that were skipped  .                finish the order
+#   _prepare_for_backward   clone means that are in the way   .                plan the way back
+#   _is_ready               a bucket has all its gradients    .                ... and the next unit
+#                                                                              is on its way
+#   _finalize_backward      give the shards their means       .                reshard all
 
 
-class Zero1(Reducer):
+class PlainZero1(Reducer):
     """P_os: each rank keeps optimizer state for 1/W of the parameters, and updates only these.
 
-    A backward reduces each bucket to the owners of its shards, the optimizer updates the shards,
+    A backward reduces each bucket to the owners of its chunks, the optimizer updates the shards,
     and the next forward gathers what they have become, each unit waiting for its own part.
 
     process_group: the ranks that train together; None for all.
-    units: modules whose parameters are gathered together; None: the elements of the outermost
+    units: modules whose parameters are unsharded together; None: the elements of the outermost
     ModuleLists. What is in none of them, or in two, belongs to the root.
     param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast.
     The shards, and so the optimizer's state, keep the module's dtype.
@@ -360,15 +402,18 @@ class Zero1(Reducer):
     device: where a module goes that is on meta altogether; None: the accelerator, or the CPU where
     there is none or the backend is gloo. In other modules what is on meta goes where the rest is.
 
-    A forward is a collective, also one that only evaluates. A rank may skip units: it gathers them
-    with the others. All ranks make as many backwards in no_sync(). Keep the wrapper: hooks go with
-    it, and without them nothing is gathered.
+    A forward is a collective, also one that only evaluates. A rank may skip units: it unshards them
+    with the others. Ranks that call units in another order stop at the timeout on gloo, naming the
+    unit; native collectives of an accelerator have no tags, so there it is not noticed, and wrong.
+    All ranks make as many backwards in no_sync(). Keep the wrapper: hooks go with it, and without
+    them nothing is gathered. An optimizer's state_dict() is this rank's: each rank saves its own,
+    or train.py's checkpoints; rank 0's loaded everywhere is wrong, and is not noticed.
 
     Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
-    as a norm; `max` or `numpy` of a shard's gradient; a view of a gradient that is kept over the
-    next backward; writes into `.data` of shards between micro-steps in no_sync(), in stages 1 and
-    2; a freeze, or zero_grad() of the module, between forward and backward; views of parameters
-    that were made before wrapping; on meta, what `init_weights()` leaves out.
+    as a norm; `numpy` of a shard's gradient; a view of a gradient that is kept over the next
+    backward; writes into `.data` of shards between micro-steps in no_sync(), in stages 1 and 2; a
+    freeze, or zero_grad() of the module, between forward and backward; views of parameters that
+    were made before wrapping; on meta, what `init_weights()` leaves out.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
@@ -377,55 +422,88 @@ class Zero1(Reducer):
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
                  shard_size=None, offload=False, init_fn=None, device=None):
         super().__init__(module, process_group, True, f"{param_dtype} {reduce_dtype} {shard_size}")
-        self.param_dtype, self.shard_size = param_dtype, shard_size or self.world_size
-        self.shard_group, self._replicas = self.process_group, None
-        if self.shard_size != self.world_size:
-            groups = HierarchicalState(self.shard_size, process_group)
-            self.shard_group, self._replicas = groups.inside, groups.across
-        values = [p.detach() for p in module.parameters() if not p.is_meta]
-        if len({value.data_ptr() or id(value) for value in values}) < len(values):
-            self._refuse("two parameters share memory: tie them by assigning one to both modules")
-        places = {t.device: n for n, t in self._named("parameters", "buffers") if not t.is_meta}
-        if len(places) > 1:
-            self._refuse(f"not all is on one device: {places}")
-        accelerator = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        device = device or ("cpu" if dist.get_backend(process_group) == "gloo" else accelerator)
-        self._device = next(iter(places), torch.empty(0, device=device).device)  # with its index
+        self.param_dtype = param_dtype
+        self._make_groups(shard_size)
+        self._refuse_shared_memory()
+        self._device = self._choose_device(device)
         self._offloads = offload and self._device.type != "cpu"
-        self._entered = []  # the units of the forwards under way, the innermost last
+        self._accumulates = False  # whether the last backward was in no_sync()
+        self._in_forward = []  # (module, its unit) of forwards under way, the innermost last
+        # A tag for each kind of message, of the 2**11 that are this wrapper's; units have their own.
+        self._reduce_tag = self._tag
+        self._full_parameters_tag = self._tag + 1
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype, init_fn)
-        self._sharded = [bucket for unit in self._units for bucket in unit.buckets]
-        self._shards = {p: shard for bucket in self._sharded for p, shard in bucket.shards.items()}
-        names = {p: name for name, p in module.named_parameters()}
+        self._shards = {}  # {parameter: its shard}
         for bucket in self._sharded:
-            for p in bucket.places:
-                p.full_name, p.bucket, p.kind = names[p], bucket, type(p)
-            bucket.show(True)
+            for p, slot in bucket.slots.items():
+                self._shards[p] = slot.owner
         # In the order in which a backward, which starts at the end, reaches their first parameters.
-        trained = [p.bucket for p in module.parameters() if p.requires_grad]
-        self._track(list(dict.fromkeys(trained))[::-1])
+        trained = []
+        for p in module.parameters():
+            bucket = self._bucket_of_any[p]
+            if p.requires_grad and bucket not in trained:
+                trained.append(bucket)
+        self._track(trained[::-1])
         self._add_hooks()
-        self._hide_all()
 
     # ---- construction
 
+    def _make_groups(self, shard_size):
+        """The ranks over which parameters are sharded; for hybrid sharding the ranks that have the
+        same shards as this one, too."""
+        self.shard_group, self._replicate_group = self.process_group, None
+        self.shard_size = self.world_size if shard_size is None else shard_size
+        if self.shard_size != self.world_size:
+            groups = HierarchicalState(self.shard_size, self.process_group)
+            self.shard_group, self._replicate_group = groups.intra_node, groups.inter_node
+
+    def _refuse_shared_memory(self):
+        """Two parameters in one memory would be two in the buckets."""
+        addresses = [p.detach().data_ptr() for p in self.module.parameters()
+                     if not p.is_meta and p.numel() > 0]
+        if len(set(addresses)) < len(addresses):
+            self._refuse("two parameters share memory: tie them by assigning one to both modules")
+
+    def _choose_device(self, device):
+        """The device of what is not on meta; if all is, the one that was given, or the best."""
+        places = {}
+        for name, t in self._named("parameters") + self._named("buffers"):
+            if not t.is_meta:
+                places[t.device] = name
+        if len(places) > 1:
+            self._refuse(f"not all is on one device: {places}")
+        if places:
+            return next(iter(places))
+        if device is None:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            is_gloo = dist.get_backend(self.process_group) == "gloo"
+            device = "cpu" if is_gloo or accelerator is None else accelerator
+        return torch.empty(0, device=device).device  # with its index
+
     def _build_units(self, modules):
         """Divide submodules and parameters among the root and a unit for each of modules."""
-        names, modules = {m: name for name, m in self.module.named_modules()}, set(modules)
+        names = {m: name for name, m in self.module.named_modules()}
+        modules = set(modules)
         if not modules <= names.keys() - {self.module}:
             raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module")
-        self._root = Unit("the root", self.module)
-        self._units = [self._root, *(Unit(names[m], m) for m in names if m in modules)]
+        self._root = Unit("the root", self.module, self._full_parameters_tag + 1)
+        self._units = [self._root]
         unit_of = {}  # {submodule or parameter: its unit, or the root, where there are two}
-        for unit in self._units[1:]:
-            for part in (*unit.module.modules(), *unit.module.parameters()):
-                unit_of[part] = self._root if part in unit_of else unit
         for m in names:
-            if unit_of.setdefault(m, self._root) is self._root:
-                unit_of |= dict.fromkeys(m.parameters(recurse=False), self._root)
-        for part, unit in unit_of.items():
-            (unit.submodules if part in names else unit.parameters).append(part)
+            if m in modules:
+                unit = Unit(names[m], m, self._root.tag + len(self._units))
+                self._units.append(unit)
+                for part in (*m.modules(), *m.parameters()):
+                    unit_of[part] = self._root if part in unit_of else unit
+        for m in names:
+            unit = unit_of.get(m, self._root)
+            unit.submodules.append(m)
+            if unit is self._root:  # so are its parameters, though a unit may have them, too
+                for p in m.parameters(recurse=False):
+                    unit_of[p] = self._root
+        for p in self.module.parameters():
+            unit_of[p].parameters.append(p)
 
     @torch.no_grad()
     def _build_buckets(self, reduce_dtype, init_fn):
@@ -434,14 +512,19 @@ class Zero1(Reducer):
         unit, so that a rank has one unit more than it keeps. Until the end, what is on the meta
         device has stand-ins."""
         rank, stand_ins = dist.get_rank(self.shard_group), {}
+        self._sharded = []  # all buckets, also of frozen parameters
+        self._bucket_of_any = {}  # {parameter, a frozen one too: its bucket}
+        names = {p: name for name, p in self.module.named_parameters()}
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
             for parameters in fill_buckets(unit.parameters[::-1], BUCKET_BYTES, BUCKET_BYTES):
-                bucket = GuardedBucket(unit, parameters, self.shard_size, self._device,
-                                       self.param_dtype, reduce_dtype, rank)
+                bucket = ShardedBucket(unit, parameters, names, self.shard_size, rank,
+                                       self._device, self.param_dtype, reduce_dtype)
                 unit.buckets.append(bucket)
+                self._sharded.append(bucket)
                 values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
-                for p in bucket.places:
+                for p in bucket.slots:
+                    self._bucket_of_any[p] = bucket
                     real = stand_ins.get(p, p)
                     bucket.view(p, values).copy_(real)
                     real.data, real.grad = values.new_empty(0, dtype=bucket.param_dtype), None
@@ -450,14 +533,17 @@ class Zero1(Reducer):
                 bucket.make_shards()
         swap(stand_ins)
         broadcast(list(self.module.buffers()), self.process_group)
+        for bucket in self._sharded:
+            bucket.point_parameters()
 
     def _keep_parameters(self, bucket, values):
-        """Keep values, (W S,), the whole parameters of bucket. The own chunk is a part of them; in
-        another dtype or on another device it has memory of its own."""
-        own = bucket.own_chunk(values)
-        bucket.whole = values.to(bucket.param_dtype)
-        is_apart = self._offloads or bucket.whole is not values
-        bucket.master = self._new_chunk(bucket).copy_(own) if is_apart else own
+        """Set bucket.unsharded and bucket.sharded, by what the stage keeps of values, (W S,), the
+        whole parameters: here all of them. The own chunk is a part of them; in another dtype or on
+        another device it has memory of its own, by `_new_chunk`."""
+        own = bucket.local_shard(values)
+        bucket.unsharded = values.to(bucket.param_dtype)
+        is_apart = self._offloads or bucket.unsharded is not values
+        bucket.sharded = self._new_chunk(bucket).copy_(own) if is_apart else own
 
     def _new_chunk(self, bucket):
         """(S,), on the device of the optimizer."""
@@ -467,202 +553,194 @@ class Zero1(Reducer):
     def _add_hooks(self):
         """On the modules themselves, so that `model.module(x)` works, and on all that have
         parameters: a unit may be a mere container, and a script may call a part of the model."""
-        attach(register_optimizer_step_pre_hook, self._check_optimizer)
         for unit in self._units:
             for m in unit.submodules:
                 if m is unit.module or m._parameters:
                     # A compiled unit has its hooks around the graph, and needs none inside.
                     outside = torch.compiler.disable if m is unit.module else unless_compiling
-                    attach(m.register_forward_pre_hook, self._enter, unit, outside=outside,
-                           prepend=True, with_kwargs=True)
-                    attach(m.register_forward_hook, self._leave, outside=outside, always_call=True)
-
-    def _check_optimizer(self, optimizer, *_):
-        """Hook of all optimizers: raise if the step would do something else than it seems to. It
-        changes shards, so nobody is to read the parameters any more."""
-        given = {p for group in optimizer.param_groups for p in group["params"]}
-        if given.isdisjoint(self._shards.values()):
-            return
-        for wrong, fact in (
-                (any(part in type(optimizer).__name__.lower() for part in NOT_ELEMENTWISE),
-                 "looks at whole parameters, and would see parts: use DDP"),
-                (any(bucket.filled for bucket in self._buckets),
-                 "steps while no_sync() holds gradients back, or after a backward that raised"),
-                (self._task is None and all(p.grad is None for p in given),
-                 "steps after no backward, or one with inputs=, which is not supported")):
-            if wrong:
-                self._refuse(f"{type(optimizer).__name__} {fact}")
-        self._hide_all()
-        # Those of torch work element by element, and a Part would cost them time.
-        for p in given if type(optimizer).__module__.startswith("torch.optim.") else ():
-            if type(p.grad) is Part:
-                p.grad.__class__ = torch.Tensor
-
-    def _hide_all(self):
-        """Let nobody read parameters."""
-        for bucket in self._sharded:
-            bucket.show(False)
+                    pre_forward = outside(weakly(self._pre_forward, unit))
+                    post_forward = outside(weakly(self._post_forward))
+                    self._own_hook(m.register_forward_pre_hook(pre_forward, prepend=True,
+                                                               with_kwargs=True))
+                    self._own_hook(m.register_forward_hook(post_forward, always_call=True))
 
     # ---- forward: gather what the optimizer has changed
 
     def forward(self, *inputs, **kwargs):
         if not in_backward():
-            self._entered.clear()  # left by a forward that Ctrl-C has ended
+            self._in_forward.clear()  # left by a forward that Ctrl-C has ended
         return self.module(*inputs, **kwargs)
 
-    def _enter(self, unit, module, inputs, kwargs):
+    def _pre_forward(self, unit, module, inputs, kwargs):
         """Forward pre-hook of unit's module and of its submodules that have parameters. A forward
         that recomputes a checkpoint comes here too, and is a sign of a backward."""
-        self._entered.append(unit)
+        self._in_forward.append((module, unit))
         if in_backward():
             self._notice_backward()
-        elif len(self._entered) == 1:
-            self._hide_all()
+        elif len(self._in_forward) == 1:
             self._prepare_forward()
-            self._task = None if torch.is_grad_enabled() else self._task
             self._begin_forward(module)
         self._use(unit)
         if self.param_dtype is not None and module is unit.module:
-            return tree_map_only(
-                torch.Tensor, lambda t: t.to(self.param_dtype) if t.is_floating_point() else t,
-                (inputs, kwargs))
+            return cast_floats((inputs, kwargs), self.param_dtype)
 
-    def _leave(self, module, inputs, output):
+    def _post_forward(self, module, inputs, output):
         """Forward hook of the same, also after an exception in the forward."""
-        self._entered.pop()
-        if not self._entered and not in_backward():
+        if not self._in_forward or self._in_forward[-1][0] is not module:
+            return  # a hook before ours has raised, so `_pre_forward` was not called
+        self._in_forward.pop()
+        if not self._in_forward and not in_backward():
             self._end_forward()
 
     def _begin_forward(self, module):
-        """Start to gather all units, or, if a script calls a part of the model, none yet.
+        """Start to unshard all units, or, if a script calls a part of the model, none yet.
 
         In general nothing is current any more, as a write to a shard's .data leaves no trace. But
         between micro-steps in no_sync() no step is due: there a change of version is what counts.
+        (All ranks must decide alike, so what this rank's backward has filled cannot count.)
         """
-        accumulates = any(bucket.filled for bucket in self._buckets)
         for unit in self._units:
-            if not accumulates or unit.version != unit.current_version():
-                unit.is_current = False
+            if not self._accumulates or unit.version != unit.current_version():
+                unit.is_unsharded = False
             if module is self.module:
-                self._gather(unit)
+                self._unshard(unit)
 
-    def _gather(self, unit):
-        """Start to gather unit, unless it is current."""
-        if unit.is_current:
+    def _unshard(self, unit):
+        """Start to gather unit's parameters from all ranks, unless that was done."""
+        if unit.is_unsharded:
             return
-        unit.is_current = True
-        unit.refuse_old_graphs()
-        tag = self._tag + 2 + self._units.index(unit)  # or ranks could swap units out of order
-        with torch.profiler.record_function(f"start: gather {unit.name}"):
+        unit.is_unsharded = True
+        unit.version = unit.current_version()
+        with torch.profiler.record_function(f"start: unshard {unit.name}"):
             for bucket in unit.buckets:
-                if not bucket.lies_in(bucket.master, bucket.whole):
+                if not bucket.lies_in(bucket.sharded, bucket.unsharded):
                     # This is the cast, before the gather: half the bytes in bf16.
-                    bucket.own_chunk(bucket.whole).copy_(bucket.master)
-                unit.waits.append(all_gather(bucket.whole, self.shard_group, tag))
+                    bucket.local_shard(bucket.unsharded).copy_(bucket.sharded)
+                unit.gathers.append(all_gather(bucket.unsharded, self.shard_group, unit.tag))
 
-    def _finish_gather(self, unit):
-        """Wait for the gather of unit, if one is under way. Then its parameters may be read."""
-        waits, unit.waits = unit.waits, []
-        if waits:
-            self._wait_for(f"gather {unit.name}", lambda: [wait() for wait in waits])
+    def _wait_for_unshard(self, unit):
+        """Wait for the all-gather of unit, if one is under way: then its parameters have values."""
+        if not unit.gathers:
+            return
+        while unit.gathers:
+            self._wait_for(f"unshard {unit.name}", unit.gathers.pop(0))
         for bucket in unit.buckets:
-            if unit.is_current and not bucket.seen:
-                bucket.show(True)
+            bucket.point_parameters()
 
-    def _make_whole(self, unit):
-        """Gather unit, unless it is current, and wait."""
-        self._gather(unit)
-        self._finish_gather(unit)
+    def _unshard_and_wait(self, unit):
+        self._unshard(unit)
+        self._wait_for_unshard(unit)
 
     def _use(self, unit):
-        """Make the root and unit whole."""
-        self._make_whole(self._root)
-        self._make_whole(unit)
+        """The root and unit are needed now."""
+        self._unshard_and_wait(self._root)
+        self._unshard_and_wait(unit)
 
     def _end_forward(self):
-        """Wait also for units that were skipped."""
+        """Wait also for units that were skipped: a shard must not change while it is being sent."""
         for unit in self._units:
-            self._finish_gather(unit)  # a shard must not change while it is being sent
-        if not torch.is_grad_enabled():
-            self._hide_all()
+            self._wait_for_unshard(unit)
 
     # ---- backward: reduce gradients to the owners of the shards
 
-    def _begin_backward(self):
-        """Means of the last backward may lie in the buffers that this one fills: clone them."""
-        super()._begin_backward()
-        for unit in self._units:
-            unit.refuse_old_graphs()
+    def _prepare_for_backward(self, task):
+        """As `Reducer`. Means of the last backward may lie in the buffers that this one fills:
+        clone them."""
+        super()._prepare_for_backward(task)
         for bucket in self._buckets:
-            for shard, mean in bucket.targets.values():
-                if shard.grad is mean and bucket.lies_in(bucket.mean, bucket.gradients):
-                    shard.grad = mean.data.clone()
-
-    def _end_backward(self):
-        """Give the shards their means. Outside of a forward nobody reads parameters now."""
-        super()._end_backward()
-        for bucket in self._buckets:
-            bucket.mark_gradients()
-        if not self._entered:
-            self._hide_all()
+            means = bucket.sharded_gradients
+            if means is not None and bucket.lies_in(means, bucket.gradients):
+                for slot in bucket.slots.values():
+                    if slot.owner.grad is not None:
+                        slot.owner.grad = slot.owner.grad.clone()
 
     def _reduce(self, bucket):
-        """Start to send each rank its chunk of bucket -> a function that waits and adds."""
-        self._finish()  # one bucket at a time, which bounds the memory in flight
-        if bucket.mean is None:
+        """Start to send each rank its chunk of bucket's gradients -> a function that waits, and
+        leaves this rank's means in bucket.sharded_gradients.
+
+        1. Wait for the bucket before: one at a time, which bounds the memory in flight.
+        2. The first time, make bucket.sharded_gradients: `_keep_gradients`.
+        3. What shards have in `.grad` counts as used, and is `earlier` in the sum: Zero2 and Zero3
+           accumulate micro-steps there. (Before a sum it may come to another device: offload.)
+        4. Start the reduce-scatter over the shard group.
+        When it is waited for:
+        5. Add earlier, and all ranks' chunks in rank order. With hybrid sharding first sum over all
+           ranks, groups in order, then add that to earlier: ((earlier + c0) + c1) is another sum.
+        6. Nothing of the bucket is unreduced any more.
+        7. Free the gradients, unless the means lie in them.
+        """
+        self._wait_for_buckets()
+        if bucket.sharded_gradients is None:
             self._keep_gradients(bucket)
-            bucket.targets = {p: (bucket.shards[p], bucket.mean_of(p)) for p in bucket.places}
-        self._used.update(p for p, shard in bucket.shards.items() if shard.grad is not None)
-        before = [t.to(self._device) for t in bucket.mean_so_far()]
-        wait = reduce_scatter(bucket.gradients, self.shard_group, self._tag + 1)
+        for p, slot in bucket.slots.items():
+            if slot.owner.grad is not None:
+                self._backward.locally_used.add(p)
+        earlier = [t.to(self._device) for t in bucket.take_accumulated()]
+        wait = reduce_scatter(bucket.gradients, self.shard_group, self._reduce_tag)
 
         def finish():
-            if self._replicas is None:
-                wait(bucket.mean, before)
-            else:  # the sum over all ranks first: ((before + c0) + c1) would have other bits
+            if self._replicate_group is None:
+                wait(bucket.sharded_gradients, earlier)
+            else:
                 wait()
-                own = bucket.own_chunk(bucket.gradients)
-                all_reduce(own, self._replicas)()()
-                add_in_rank_order([*before, own], bucket.mean)
-            bucket.filled.clear()
-            if not bucket.lies_in(bucket.mean, bucket.gradients):
+                own = bucket.local_shard(bucket.gradients)
+                AllReduce(own, self._replicate_group).wait()
+                add_in_rank_order([*earlier, own], bucket.sharded_gradients)
+            bucket.unreduced.clear()
+            if not bucket.lies_in(bucket.sharded_gradients, bucket.gradients):
                 bucket.gradients = None  # until `put` gets the next one
 
         return finish
 
     def _keep_gradients(self, bucket):
-        """Keep the whole gradients of bucket: the mean of the own chunk is a part of them. In
-        another dtype or on another device it has memory of its own, and `_reduce` frees them."""
+        """Set bucket.sharded_gradients, (S,). Here whole gradients are kept, so the means of the
+        own chunk are a part of them. In another dtype or on another device they have memory of
+        their own, by `_new_chunk`, and `_reduce` frees the whole gradients."""
         is_apart = self._offloads or bucket.reduce_dtype != bucket.dtype
-        bucket.mean = self._new_chunk(bucket) if is_apart else bucket.own_chunk(bucket.gradients)
+        own = bucket.local_shard(bucket.gradients)
+        bucket.sharded_gradients = self._new_chunk(bucket) if is_apart else own
+
+    def _finalize_backward(self):
+        super()._finalize_backward()
+        self._accumulates = not self.require_backward_grad_sync
+
+    def zero_grad(self, set_to_none=True):
+        """Also forgets what no_sync() has held back, and a backward that has raised."""
+        super().zero_grad(set_to_none)
+        for bucket in self._sharded:
+            bucket.unreduced.clear()
 
     # ---- parameters and state, the same in every stage
 
     def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
         """(original name, this rank's shard) of every parameter of the module, in its order."""
-        named = self.module.named_parameters(prefix, recurse, remove_duplicate)
-        # One that was added after wrapping is left out here, and refused by the next forward.
-        yield from ((name, self._shards[p]) for name, p in named if p in self._shards)
+        for name, p in self.module.named_parameters(prefix, recurse, remove_duplicate):
+            # One that was added after wrapping is left out here, and refused by the next forward.
+            if p in self._shards:
+                yield name, self._shards[p]
 
     def shard_starts(self):
         """{original name: where this rank's shard begins in the parameter, in elements in order of
         memory}: beside `named_parameters()` all that it takes to load at another world size."""
-        return {name: p.bucket.part(p)[0] for name, p in self.module.named_parameters()}
+        starts = {}
+        for name, p in self.module.named_parameters():
+            starts[name], _ = self._bucket_of_any[p].shard_range(p)
+        return starts
 
     @torch.no_grad()
     def full_parameters(self):
         """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding a
         unit. A collective: every rank has to go through all of it."""
-        self._hide_all()
-        wholes = {}  # of buckets of one unit
+        wholes = {}  # {bucket: its whole parameters}, of one unit
         for name, p in self.module.named_parameters():
-            if p.bucket not in wholes:
-                wholes = {b: t for b, t in wholes.items() if b.unit is p.bucket.unit}
-                whole = torch.empty(p.bucket.n, dtype=p.bucket.dtype, device=self._device)
-                p.bucket.own_chunk(whole).copy_(p.bucket.master)
-                all_gather(whole, self.shard_group, self._tag)()
-                wholes[p.bucket] = whole
-            yield name, p.bucket.view(p, wholes[p.bucket]).clone()
+            bucket = self._bucket_of_any[p]
+            if bucket not in wholes:
+                wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
+                whole = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
+                bucket.local_shard(whole).copy_(bucket.sharded)
+                all_gather(whole, self.shard_group, self._full_parameters_tag)()
+                wholes[bucket] = whole
+            yield name, bucket.view(p, wholes[bucket]).clone()
 
     @torch.no_grad()
     def full_state_dict(self):
@@ -671,8 +749,14 @@ class Zero1(Reducer):
         Costs the memory of the whole model on every rank; `full_parameters` does not.
         """
         whole = dict(self.full_parameters())
-        return {name: whole[t.full_name] if t in self._shards else t.clone()
-                for name, t in self.module.state_dict(keep_vars=True).items()}
+        found = {}
+        for name, t in self.module.state_dict(keep_vars=True).items():
+            if t in self._shards:
+                fqn = self._bucket_of_any[t].slots[t].fqn  # a tied one has several names
+                found[name] = whole[fqn]
+            else:
+                found[name] = t.clone()
+        return found
 
     def state_dict(self, *, destination=None, prefix="", keep_vars=False):
         """This rank's shards and the buffers under the module's own names. Not a collective."""
@@ -683,28 +767,37 @@ class Zero1(Reducer):
             destination[prefix + name] = t if keep_vars else t.detach().clone()
         return destination
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict):
         """Copy in what `state_dict()` gave at this world size. Raises RuntimeError on a misfit."""
-        self._load(state_dict, self.state_dict(keep_vars=True))
+        ours = self.state_dict(keep_vars=True)
+        self._refuse_misfit(ours, state_dict)
+        for name, t in ours.items():
+            t.copy_(state_dict[name])
 
+    @torch.no_grad()
     def load_full_state_dict(self, state_dict):
         """Write whole parameters and buffers: each rank copies its part. Raises RuntimeError naming
         what is missing, left over or of another shape, before anything is written."""
-        self._hide_all()
-        self._load(state_dict, self.module.state_dict(keep_vars=True))
-
-    @torch.no_grad()
-    def _load(self, state_dict, ours):
-        shapes, others = ({(name, tuple(t.shape)) for name, t in tensors.items()}
-                          for tensors in (ours, state_dict))
-        if shapes != others:
-            raise RuntimeError(f"{self._get_name()}: nothing was loaded; missing, left over or of "
-                               f"another shape: {sorted(shapes ^ others)}")
+        ours = self.module.state_dict(keep_vars=True)
+        self._refuse_misfit(ours, state_dict)
         for name, t in ours.items():
-            t.copy_(state_dict[name])  # an Absent copies the part of its shard
+            if t in self._shards:
+                part = self._bucket_of_any[t].part_of(t, state_dict[name])
+                self._shards[t].copy_(part)
+            else:
+                t.copy_(state_dict[name])
+
+    def _refuse_misfit(self, ours, given):
+        """Raise where two state dicts have other names or shapes."""
+        shapes_of_ours = {(name, tuple(t.shape)) for name, t in ours.items()}
+        shapes_given = {(name, tuple(t.shape)) for name, t in given.items()}
+        if shapes_of_ours != shapes_given:
+            self._refuse(f"nothing was loaded; missing, left over or of another shape: "
+                         f"{sorted(shapes_of_ours ^ shapes_given)}")
 
     def _apply(self, *_, **__):
-        raise RuntimeError(f"{self._get_name()}: cast, move or copy the module before wrapping it")
+        self._refuse("cast, move or copy the module before wrapping it")
 
     __getstate__ = _apply  # of deepcopy and pickle
 
@@ -713,162 +806,192 @@ class Zero1(Reducer):
 # stage 2
 
 
-class Zero2(Zero1):
+class PlainZero2(PlainZero1):
     """P_os+g: each rank keeps also only its 1/W of the gradients. Every backward outside no_sync()
     reduces them, and adds their mean to the shards' `.grad`, micro batch after micro batch, as one
     process accumulates them."""
 
     def _keep_gradients(self, bucket):
-        """Keep only the mean of the own chunk, in memory of its own: then `_reduce` frees the whole
-        gradients, and `ShardedBucket.put` gets memory when the next one arrives."""
-        bucket.mean = self._new_chunk(bucket)
+        """Keep only the means of the own chunk, in memory of their own, by `_new_chunk`: then
+        `_reduce` frees the whole gradients, and `ShardedBucket.put` gets memory when the next one
+        arrives."""
+        bucket.sharded_gradients = self._new_chunk(bucket)
 
 
 # -------------------------------------------------------------------------------------------------
 # stage 3
+#
+# Which of four blocks are whole when: + is being gathered, # is whole. The root always is.
+#
+#                forward of block          backward of block
+#                 1    2    3    4     4    3    2    1
+#     block 1     #    #    .    .     .    .    +    #       When block 2 begins its forward, its
+#     block 2     +    #    #    .     .    +    #    #       all-gather has begun already; it waits
+#     block 3     .    +    #    #     #    #    #    .       for the rest. Then that of block 3
+#     block 4     .    .    +    #     #    #    .    .       begins, which frees block 1.
 
 
-class Zero3(Zero2):
+class PlainZero3(PlainZero2):
     """P_os+g+p: each rank keeps also only its 1/W of the parameters.
 
-    Units become whole in the order of a course, which all ranks have in common: a forward's leads
-    through the units, a backward's back. Beside the root, which stays, two units are whole at a
-    time, the one in use and the next one. Gathering a third one frees the older; the end of a
-    backward or an evaluation frees all. What autograd would save of a whole unit becomes a note, by
-    which the backward gathers it again.
+    Units are unsharded in an order that all ranks have in common: a forward's leads through the
+    units, a backward's back. Beside the root, which stays, two units are whole at a time, the one
+    in use and the next one. To unshard a third one frees the older; the end of a backward or an
+    evaluation frees all. What autograd would save of a whole unit becomes a note, by which the
+    backward unshards it again.
 
     A backward is a collective too, also under no_sync(). All ranks must call the same units if one
     calls a unit twice, out of order, or in a second forward before the backward. A parameter that
-    is not gathered is nan; it may be so outside of its unit's forward, also for the root. Under
+    is not whole is nan; it may be so outside of its unit's forward, also for the root. Under
     autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
 
-        _course         units that this forward or backward has yet to gather
-        _last_taken     the unit that was last taken from it
-        _older, _newer  the units that are whole beside the root, or None
-        _notes          contexts of the forwards under way, in which notes are taken
-        _bucket_at      {memory: the bucket whose whole parameters are there}
+        _prefetch_order    units that this forward or backward has yet to unshard
+        _last_prefetched   the unit that was last taken from it
+        _older, _newer     the units that are whole beside the root, or None
+        _notes             contexts of the forwards under way, in which notes are taken
+        _bucket_in         {memory: the bucket whose whole parameters are there}
     """
 
     def _build_units(self, modules):
-        """As stage 1, and what the courses need."""
+        """As stage 1, and what the prefetch order needs."""
         super()._build_units(modules)
-        self._course, self._notes, self._bucket_at = [], [], {}
-        self._last_taken = self._older = self._newer = None
-        self._way_back = [self._root, *self._units[:0:-1]]
-        self._following = dict(zip(self._way_back, [*self._way_back[1:], self._way_back[-1]]))
+        self._prefetch_order, self._notes, self._bucket_in = [], [], {}
+        self._last_prefetched = None
+        self._older, self._newer = None, None
+        self._way_back = [self._root, *reversed(self._units[1:])]
 
     def _keep_parameters(self, bucket, values):
-        """Keep only the own chunk."""
-        bucket.master = self._new_chunk(bucket).copy_(bucket.own_chunk(values))
+        """Keep only the own chunk, in memory of its own."""
+        bucket.sharded = self._new_chunk(bucket).copy_(bucket.local_shard(values))
 
     # ---- parameters come and go
 
-    def _make_whole(self, unit):
-        """Gather unit and wait. All that comes before it on the course is gathered first, since
-        other ranks may wait for it. While a unit is in use, the next one is on its way."""
-        while unit in self._course:
-            self._advance()
-        self._fetch(unit)
-        self._finish_gather(unit)
-        # Unless that frees unit itself, which is the older one after a call out of order.
-        if self._course and unit is self._last_taken and unit is not self._older:
-            self._advance()
+    def _unshard_and_wait(self, unit):
+        """Unshard unit and wait. All units up to it in the prefetch order go first, by
+        `_prefetch_next`, since other ranks may wait for them. At last, while unit is in use, the
+        next one is on its way."""
+        while unit in self._prefetch_order:
+            self._prefetch_next()
+        super()._unshard_and_wait(unit)
+        # Not if that would free unit itself, which is the older one after a call out of order.
+        if self._prefetch_order and unit is self._last_prefetched and unit is not self._older:
+            self._prefetch_next()
 
-    def _advance(self):
-        """Fetch the next unit of the course, and launch the buckets that only waited for that."""
-        unit = self._last_taken = self._course.pop(0)
-        self._fetch(unit)
+    def _prefetch_next(self):
+        """Take the first unit off the prefetch order, note it as last prefetched, and unshard it.
+
+        It may be whole since an earlier use, as the older of the two. Other ranks unshard it now,
+        so that theirs is the newer one: the two must change places, for all ranks to free the same
+        unit next. Then launch the buckets that only waited for this (see `_is_ready`), if this is a
+        backward.
+        """
+        unit = self._prefetch_order.pop(0)
+        self._last_prefetched = unit
+        self._unshard(unit)
         if unit is self._older:
-            # Whole since an earlier use, but other ranks fetch it now: all must free the same next.
             self._older, self._newer = self._newer, unit
-        self._launch()
+        if in_backward():
+            self._launch_ready_buckets()
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
-    def _fetch(self, unit):
-        """Give unit memory and start to gather it, unless it is current. The older unit goes."""
-        if unit.is_current:
+    def _unshard(self, unit):
+        """Unless it is unsharded: reshard the older unit, so that unit is the newer of two (the
+        root does not count); give each of its buckets memory (W S,) in param_dtype, and note in
+        `_bucket_in` whose memory that is; then gather as stage 1."""
+        if unit.is_unsharded:
             return
         if unit is not self._root:
-            self._free(self._older)
+            self._reshard(self._older)
             self._older, self._newer = self._newer, unit
-        wholes = [torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device)
-                  for bucket in unit.buckets]  # all or, where memory is out, none
-        for bucket, whole in zip(unit.buckets, wholes):
-            bucket.whole = whole
-            self._bucket_at[whole.untyped_storage()._cdata] = bucket
-        self._gather(unit)
+        buffers = []
+        for bucket in unit.buckets:  # all or, where memory is out, none
+            buffers.append(torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device))
+        for bucket, buffer in zip(unit.buckets, buffers):
+            bucket.unsharded = buffer
+            self._bucket_in[buffer.untyped_storage()._cdata] = bucket
+        super()._unshard(unit)
 
-    def _free(self, unit):
-        """Free the memory of unit, if it is one and is current."""
-        if unit is None or not unit.is_current:
+    def _reshard(self, unit):
+        """Free the memory of unit, if it is one and is unsharded."""
+        if unit is None or not unit.is_unsharded:
             return
-        self._finish_gather(unit)  # on a rank that skips unit nothing else waits for it
-        unit.is_current = False
+        self._wait_for_unshard(unit)  # on a rank that skips unit nothing else waits for it
+        unit.is_unsharded = False
         for bucket in unit.buckets:
-            del self._bucket_at[bucket.whole.untyped_storage()._cdata]
-            bucket.whole = None
-            bucket.show(False)
-        # A backward through a graph that no note was taken of, such as a penalty's, has to raise.
-        torch.autograd.graph.increment_version(unit.parameters)
+            del self._bucket_in[bucket.unsharded.untyped_storage()._cdata]
+            bucket.unsharded = None
+            bucket.point_parameters()
 
-    def _free_all(self):
+    def _reshard_all(self):
         for unit in self._units:
-            self._free(unit)
-        self._older = self._newer = None
+            self._reshard(unit)
+        self._older, self._newer = None, None
 
-    # ---- forward and backward: along a course
+    # ---- forward and backward, in the prefetch order
 
     def _begin_forward(self, module):
-        """Free all, since shards may have changed. The course is the order of the units; it is
+        """Free all, since shards may have changed. The prefetch order is that of the units; it is
         empty if a script calls a part of the model."""
-        self._free_all()
-        self._course = list(self._units if module is self.module else ())
+        self._reshard_all()
+        self._prefetch_order = list(self._units) if module is self.module else []
 
     def _use(self, unit):
-        """Make the root and unit whole. From here to `_leave`, what autograd saves of whole units
-        is a note."""
+        """As stage 1. From here to `_post_forward`, what autograd saves of whole units is a note.
+        """
         self._notes.append(self._take_notes())
         self._notes[-1].__enter__()
         super()._use(unit)
 
-    def _leave(self, module, inputs, output):
-        """As stage 1. The unit around may have been freed meanwhile: gather it again."""
-        super()._leave(module, inputs, output)
-        while len(self._notes) > len(self._entered):
+    def _post_forward(self, module, inputs, output):
+        """As stage 1. The unit around may have been freed meanwhile: unshard it again."""
+        super()._post_forward(module, inputs, output)
+        while len(self._notes) > len(self._in_forward):
             self._notes.pop().__exit__(None, None, None)
-        if self._entered:
-            self._make_whole(self._entered[-1])
+        if self._in_forward:
+            _, unit_around = self._in_forward[-1]
+            self._unshard_and_wait(unit_around)
 
     def _end_forward(self):
-        """Gather also what only other ranks use. What is whole now stays for the backward."""
-        while self._course:
-            self._advance()
+        """Unshard also what only other ranks use. What is whole now stays for the backward."""
+        while self._prefetch_order:
+            self._prefetch_next()
         super()._end_forward()
         if not torch.is_grad_enabled():
-            self._free_all()
+            self._reshard_all()
 
-    def _begin_backward(self):
-        """The course leads back through the units. The root is whole from here on."""
-        super()._begin_backward()
-        self._course = list(self._way_back)
-        self._make_whole(self._root)
+    def _prepare_for_backward(self, task):
+        """As stage 1. The prefetch order leads back through the units. The root is whole from here
+        on."""
+        super()._prepare_for_backward(task)
+        self._prefetch_order = list(self._way_back)
+        self._unshard_and_wait(self._root)
 
     def _is_ready(self, bucket):
-        """As stage 1, and the gather of the unit that follows has begun. So it has when a rank that
-        uses bucket's unit has the gradients. One that skips the unit, and has nothing to wait for,
-        waits for it too: native collectives must come in one order on all ranks."""
-        return super()._is_ready(bucket) and self._following[bucket.unit] not in self._course
+        """As stage 1; and the unit that comes after bucket's on the way back is being unsharded.
 
-    def _end_backward(self):
-        """Gather also what only other ranks use. Then nothing is needed any more, unless this
+        Native collectives must come in one order on all ranks. A rank that uses the unit has begun
+        to unshard the next one before it has the gradients. A rank that skips the unit has no
+        gradients to wait for, and would reduce first.
+        """
+        place = self._way_back.index(bucket.unit)
+        unit_and_next = self._way_back[place:place + 2]
+        is_next_prefetched = set(unit_and_next).isdisjoint(self._prefetch_order)
+        return super()._is_ready(bucket) and is_next_prefetched
+
+    def _finalize_backward(self):
+        """Unshard also what only other ranks use. Then nothing is needed any more, unless this
         backward ran inside a forward."""
-        while self._course:
-            self._advance()
-        super()._end_backward()
-        if not self._entered:
-            self._free_all()
+        while self._prefetch_order:
+            self._prefetch_next()
+        super()._finalize_backward()
+        if not self._in_forward:
+            self._reshard_all()
 
-    # ---- notes: what a backward needs, it gathers
+    # ---- notes: what a backward needs, it unshards
+    #
+    # Autograd saves a weight for the backward, and so would keep a whole unit alive. A pair of
+    # functions can stand between: `_pack` is given what autograd saves, and returns what is kept in
+    # its place; in the backward `_unpack` is given that, and returns the tensor.
 
     def _take_notes(self):
         """A context in which autograd saves a note for a tensor of a whole unit. All else goes to
@@ -877,32 +1000,44 @@ class Zero3(Zero2):
         takes_notes = outer is not None and getattr(outer[0], "func", None) == self._pack
         if takes_notes or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, outer),
-                                                        functools.partial(self._unpack, outer))
+        pack = functools.partial(self._pack, outer)
+        unpack = functools.partial(self._unpack, outer)
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     @torch.compiler.disable  # or it would be compiled for each tensor
     def _pack(self, outer, t):
-        """A tensor that autograd saves -> a note: its bucket, its place there, the version of the
-        unit; or, if it is of no whole unit, None, the tensor, its version."""
-        place = t.untyped_storage()._cdata if t.layout is torch.strided else None
-        bucket = self._bucket_at.get(place)
-        # Shape and strides do not tell whether t is seen as complex, or conjugated.
-        if bucket and t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
-            return bucket, (t.shape, t.stride(), t.storage_offset()), bucket.unit.version
+        """t, a tensor that autograd saves -> (bucket, kept, version).
+
+        If t lies in a whole unit, and is a plain view of the unit's dtype: its bucket; t's shape,
+        strides and offset; the version of the unit's shards. Otherwise None; what outer, the pair
+        of hooks around, makes of t, or without one t itself; t._version.
+        """
+        memory = t.untyped_storage()._cdata if t.layout is torch.strided else None
+        bucket = self._bucket_in.get(memory)
+        if bucket is not None:
+            # Shape and strides do not tell whether t is seen as complex, or conjugated.
+            if t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
+                return bucket, (t.shape, t.stride(), t.storage_offset()), bucket.unit.version
+            t = t.detach().clone()  # the unit's memory goes
         # Detached, since t may be the output of the node that saves it, which would be a cycle.
         return None, outer[0](t) if outer else t.detach(), t._version
 
     def _unpack(self, outer, note):
-        """What `_pack` was given: a weight from its unit, which is gathered again."""
+        """What `_pack` was given: a weight from its unit, which is unsharded again, since this is a
+        sign of a backward; what the hooks around return; or what was kept.
+
+        Raises RuntimeError if the unit's shards, or the tensor that was kept, have another version
+        than when `_pack` saw them: autograd's own test does not see notes.
+        """
         bucket, kept, version = note
         if bucket is not None:
             self._notice_backward()
-            self._make_whole(bucket.unit)
-            t, found = bucket.whole.as_strided(*kept), bucket.unit.version
+            self._unshard_and_wait(bucket.unit)
+            found, t = bucket.unit.current_version(), bucket.unsharded.as_strided(*kept)
         elif outer:
             return outer[1](kept)
         else:
-            t, found = kept, kept._version
+            found, t = kept._version, kept
         if found != version:
             raise RuntimeError("a backward needs a tensor that was modified in place, as by step()")
         return t
@@ -925,24 +1060,377 @@ def fill_meta(module, unit, device, init_fn):
     The unit's buffers are real then. Its parameters are on meta again, so that filling another unit
     does not touch them.
     """
-    stand_ins, modules = {}, []  # modules: those that have something to fill
-    for p in [p for p in unit.parameters if p.is_meta]:
-        stand_ins[p] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
-        vars(stand_ins[p]).update(vars(p))
+    stand_ins, to_fill = {}, []  # to_fill: modules
+    for p in unit.parameters:
+        if p.is_meta:
+            stand_ins[p] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            vars(stand_ins[p]).update(vars(p))
     swap(stand_ins)
     for m in module.modules():
-        buffers = {name: torch.empty_like(t, device=device) for name, t in m._buffers.items()
-                   if m in unit.submodules and t is not None and t.is_meta}
-        m._buffers.update(buffers)
-        if buffers or not stand_ins.keys().isdisjoint(m._parameters.values()):
-            modules.append(m)
-    if modules and init_fn is None and hasattr(module, "init_weights"):
+        has_any = any(p in stand_ins for p in m._parameters.values())
+        for name, t in m._buffers.items():
+            if m in unit.submodules and t is not None and t.is_meta:
+                m._buffers[name] = torch.empty_like(t, device=device)
+                has_any = True
+        if has_any:
+            to_fill.append(m)
+    if to_fill and init_fn is None and hasattr(module, "init_weights"):
         module.init_weights()
-        modules.clear()
-    for m in modules:
+        to_fill.clear()
+    for m in to_fill:
         reset = getattr(m, "reset_parameters", None) or getattr(m, "_reset_parameters", None)
-        if init_fn is None and reset is None:
+        if init_fn is not None:
+            init_fn(m)
+        elif reset is not None:
+            reset()
+        else:
             raise RuntimeError(f"{unit.name} has a {type(m).__name__} on meta: pass init_fn for it")
-        reset() if init_fn is None else init_fn(m)
     swap(stand_ins)
     return stand_ins
+
+
+# -------------------------------------------------------------------------------------------------
+# guards: right, or refused
+#
+# What a script does around a stage should be right, or raise and say what to do. Nothing above
+# needs what follows. Its rules:
+#
+#   - Outside of a forward and of the backward after it a parameter of the module is Absent: it
+#     stands for its shard, and nobody reads an old value.
+#   - What turns up where it does not belong is taken to where it does: a value that replaces
+#     `.data` of a shard, or that a forward writes to a parameter; a gradient that autograd adds to
+#     a shard; a freeze of the one or the other.
+#   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a mean, or writes to a row.
+
+
+# Attributes of a parameter that are its value or a view of it, and methods that do not read it.
+VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+QUESTIONS = {"size", "dim", "numel", "stride", "is_floating_point", "data_ptr", "untyped_storage",
+             "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+# What a part of a gradient cannot be asked for, since the answer would be about this rank's part;
+# what it can be while no_sync() holds it back; optimizers that look at whole parameters.
+WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean",
+              "std", "var", "dot", "matmul", "einsum", "normalize", "topk", "sort", "__setitem__",
+              "isfinite", "isnan", "isinf", "all", "any", "max", "min", "amax", "amin", "aminmax",
+              "argmax", "argmin", "count_nonzero", "median", "quantile", "allclose", "equal"}
+HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
+NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what a GradScaler calls
+
+
+@dataclasses.dataclass(eq=False)
+class Watch:
+    """What guards know of a parameter: its only attribute of ours, `p._watch`."""
+    bucket: ShardedBucket
+    shard: torch.nn.Parameter
+    kind: type  # p's class while it may be read
+    home: int  # the address of its shard
+    seen: tuple  # p's address, version and requires_grad when it could first be read
+    mark: torch.Tensor | None = None  # the `.grad` that says: no_sync() holds a gradient back
+
+
+class Absent(torch.nn.Parameter):
+    """What a parameter of the module is while its value is not there, or may be old. It can be
+    asked for its attributes, and `.grad` is that of its shard. What can be written part by part, a
+    whole value, goes to the shard. Anything else raises RuntimeError."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        is_attribute = type(function).__name__ == "method-wrapper"  # p.name, or p.name = value
+        name = function.__self__.__name__ if is_attribute else function.__name__
+        is_set = is_attribute and len(args) == 2
+        is_written = name == "copy_" or name == "data" and is_set
+        p = first_of(cls, args)
+        if p is None:
+            raise RuntimeError(f"{name} of a list of parameters: {ABSENT}")
+        bucket, shard = p._watch.bucket, p._watch.shard
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_attribute and name == "grad" and not in_backward():
+                return function(shard, *args[1:])
+            if name == "requires_grad_" or name == "requires_grad" and is_set:
+                function(shard, *args[1:], **kwargs)  # of both
+            if name in QUESTIONS or is_attribute and name not in VALUES:
+                return function(*args, **kwargs)
+            if is_written and not isinstance(args[1], cls):
+                return shard.detach().copy_(bucket.part_of(p, args[1]))
+        raise RuntimeError(f"{name} of {bucket.slots[p].fqn}: {ABSENT}")
+
+
+ABSENT = ("a parameter has a value in forward and backward; else use parameters(), "
+          "full_parameters() or, to save, as by save_pretrained(state_dict=...), full_state_dict()")
+
+
+def first_of(kind, values):
+    """The first of values that is of this kind, or None."""
+    for value in values:
+        if isinstance(value, kind):
+            return value
+    return None
+
+
+class Part(torch.Tensor):
+    """`.grad` of a shard from a backward to the step, and what is computed from it. It is pickled
+    as a Tensor, so that files do not need this class."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = function.__name__
+        if Held in types and name not in HELD:
+            raise RuntimeError(f"{name} of the gradient of a shard, which is held back by no_sync()")
+        if name in WHOLE_ONLY:
+            raise RuntimeError(f"{name} of the gradient of a shard, which is one rank's part: use "
+                               f"clip_grad_norm_(), or take p.grad.as_subclass(torch.Tensor) and "
+                               f"reduce over ranks what you find")
+        if name in ("zero_", "_foreach_zero_"):  # zero_grad() drops what was held back
+            tree_map_only(Held, Held.drop, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            if name == UNSCALE:
+                agree_on_inf(args[0], args[1])
+        is_new = not any(result is t for t in args)
+        if is_new and type(result) is torch.Tensor and name != "as_subclass":
+            result.__class__ = Part
+        return result
+
+    def __reduce_ex__(self, protocol):
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class Held(Part):
+    """`.grad` of a shard while no_sync() holds a gradient of it back. It can only be dropped."""
+
+    def drop(self):
+        self.__class__ = torch.Tensor
+
+
+def agree_on_inf(parts, found_inf):
+    """A GradScaler skips a step if it has found an inf: if one rank has, all must."""
+    group = parts[0].shard_group
+    found = found_inf.to(dist.distributed_c10d._get_object_coll_device(group))
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    found_inf.copy_(found)
+
+
+class ShardGuards(Guards):
+    """Before a stage's methods of the same names."""
+
+    def _add_hooks(self):
+        super()._add_hooks()
+        self._own_hook(register_optimizer_step_pre_hook(weakly(self._check_optimizer)))
+        self._awaits_backward = False  # whether there was a forward since the last backward
+        self._hidden = set()  # units whose parameters are Absent
+        self._version_of_graphs = {}  # {unit: its version when old graphs were last refused}
+        for p, shard in self._shards.items():
+            seen = p.data_ptr(), p._version, p.requires_grad
+            p._watch = Watch(self._bucket_of_any[p], shard, type(p), shard.data_ptr(), seen)
+        self._hide_all()
+
+    # ---- a parameter may be read, or is Absent
+
+    def _hide_all(self):
+        for unit in self._units:
+            self._hide(unit)
+
+    def _hide(self, unit):
+        """Let nobody read unit's parameters."""
+        if unit not in self._hidden:
+            self._take_back(unit)
+            self._make_absent(unit)
+
+    def _take_back(self, unit):
+        """What a forward has written to unit's parameters goes to the shards; so does a freeze."""
+        for p in unit.parameters:
+            watch, value = p._watch, p.data
+            address, version, requires_grad = watch.seen
+            if (value.data_ptr(), p._version) != (address, version):
+                # .data: this is no change of version, so the graphs of this forward stay valid.
+                watch.shard.data.copy_(watch.bucket.part_of(p, value))
+            if p.requires_grad != requires_grad:
+                watch.shard.requires_grad = p.requires_grad
+
+    def _make_absent(self, unit):
+        for p in unit.parameters:
+            p.__class__ = Absent
+        self._hidden.add(unit)
+
+    def _wait_for_unshard(self, unit):
+        """After it unit's parameters may be read."""
+        if unit not in self._hidden or not unit.is_unsharded:
+            return super()._wait_for_unshard(unit)
+        for p in unit.parameters:
+            p.__class__ = p._watch.kind
+        super()._wait_for_unshard(unit)
+        for p in unit.parameters:
+            requires_grad = p._watch.shard.requires_grad
+            if p.requires_grad != requires_grad:
+                p.requires_grad = requires_grad
+            p._watch.seen = p.data_ptr(), p._version, requires_grad
+        self._hidden.discard(unit)
+
+    def _unshard(self, unit):
+        if not unit.is_unsharded:
+            self._refuse_old_graphs(unit)
+        super()._unshard(unit)
+
+    def _reshard(self, unit):
+        if unit is None or not unit.is_unsharded:
+            return
+        self._wait_for_unshard(unit)
+        self._take_back(unit)
+        super()._reshard(unit)
+        self._make_absent(unit)
+        # A backward through a graph that no note was taken of, such as a penalty's, has to raise.
+        torch.autograd.graph.increment_version(unit.parameters)
+
+    def _refuse_old_graphs(self, unit):
+        """If unit's shards have changed, count that as a write to its parameters: then autograd
+        raises in a backward through the old weights."""
+        version = unit.current_version()
+        if self._version_of_graphs.get(unit) != version:
+            self._version_of_graphs[unit] = version
+            self._hide(unit)  # before the next line, which would look like a script's write
+            torch.autograd.graph.increment_version(unit.parameters)
+
+    # ---- shards
+
+    def _check_shards(self):
+        for p, shard in self._shards.items():
+            if shard._backward_hooks or shard._post_accumulate_grad_hooks:
+                self._refuse(f"{self._fqn(p)}: a shard's hooks do not run: hook the module's")
+            self._refuse_optimizer_in_backward(self._fqn(p), shard)
+
+    def _fqn(self, p):
+        return self._bucket_of_any[p].slots[p].fqn
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _bring_home(self):
+        """A script may replace `.data` of shards, as in `p.data = p.data - lr * p.grad`, or exchange
+        it, as in `p.data, e.data = e.data, p.data`. Then what was a shard's memory may be somebody
+        else's now. So the bucket moves to new memory, with the new values."""
+        for bucket in self._sharded:
+            has_moved = False
+            for p, slot in bucket.slots.items():
+                if slot.owner.data_ptr() != p._watch.home:
+                    has_moved = True
+            if has_moved:
+                self._move(bucket)
+
+    def _move(self, bucket):
+        values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
+        own = bucket.local_shard(values)
+        for p, slot in bucket.slots.items():
+            bucket.shard_view(p, own).copy_(slot.owner)
+        self._keep_parameters(bucket, values)
+        for p, slot in bucket.slots.items():
+            slot.owner.data = bucket.shard_view(p, bucket.sharded)
+            p._watch.home = slot.owner.data_ptr()
+        bucket.unit.version = -1  # to be gathered also between micro-steps in no_sync()
+
+    # ---- forward
+
+    @torch.compiler.disable
+    def _prepare_forward(self):
+        self._check_shards()
+        super()._prepare_forward()
+
+    def _begin_forward(self, module):
+        self._hide_all()
+        self._bring_home()
+        if torch.is_grad_enabled():
+            self._awaits_backward = True
+        super()._begin_forward(module)
+
+    def _end_forward(self):
+        super()._end_forward()
+        if not torch.is_grad_enabled():
+            self._hide_all()
+
+    # ---- backward: a shard's `.grad` is a Part, or Held
+
+    def _prepare_for_backward(self, task):
+        """Take the marks away; where no_sync() held a gradient back and the mark is gone already,
+        zero_grad() of an optimizer has dropped it."""
+        for bucket in self._buckets:
+            for p, slot in bucket.slots.items():
+                gradient = slot.owner.grad
+                if p in bucket.unreduced and type(gradient) is not Held:
+                    bucket.unreduced.discard(p)
+                if type(gradient) is Held and gradient is p._watch.mark:
+                    slot.owner.grad = None
+                elif isinstance(gradient, Part):
+                    gradient.__class__ = torch.Tensor
+                p._watch.mark = None
+        super()._prepare_for_backward(task)
+        for unit in self._units:
+            self._refuse_old_graphs(unit)
+
+    def _finalize_backward(self):
+        """Put the marks on. Outside of a forward nobody reads parameters now."""
+        super()._finalize_backward()
+        self._awaits_backward = False
+        for bucket in self._buckets:
+            for p, slot in bucket.slots.items():
+                is_held = p in bucket.unreduced
+                if is_held and slot.owner.grad is None:
+                    p._watch.mark = torch.zeros_like(slot.owner)
+                    slot.owner.grad = p._watch.mark
+                if slot.owner.grad is not None:
+                    slot.owner.grad.__class__ = Held if is_held else Part
+                    slot.owner.grad.shard_group = self.shard_group  # for `agree_on_inf`
+        if not self._in_forward:
+            self._hide_all()
+
+    # ---- the optimizer, and whole values
+
+    def _check_optimizer(self, optimizer, arguments, options):
+        """Hook of all optimizers: raise if the step would do something else than it seems to. It
+        changes shards, so nobody is to read the parameters any more."""
+        given = set()
+        for group in optimizer.param_groups:
+            given.update(group["params"])
+        if given.isdisjoint(self._shards.values()):
+            return
+        name = type(optimizer).__name__
+        has_closure = len(arguments) > 1 or options.get("closure") is not None
+        if any(word in name.lower() for word in NOT_ELEMENTWISE):
+            self._refuse(f"{name} looks at whole parameters, and would see parts: use DDP")
+        if any(bucket.unreduced for bucket in self._buckets):
+            self._refuse(f"{name} steps while no_sync() holds gradients back, or after a backward "
+                         f"that raised")
+        if self._awaits_backward and not has_closure and all(p.grad is None for p in given):
+            self._refuse(f"{name} steps after no backward, or one with inputs=, which is not "
+                         f"supported")
+        self._check_shards()
+        self._hide_all()
+        if type(optimizer).__module__.startswith("torch.optim."):
+            # They work element by element, and a Part would cost them time.
+            for shard in given:
+                if type(shard.grad) is Part:
+                    shard.grad.__class__ = torch.Tensor
+
+    def full_parameters(self):
+        self._hide_all()
+        self._bring_home()
+        yield from super().full_parameters()
+
+    def load_state_dict(self, state_dict):
+        self._hide_all()
+        super().load_state_dict(state_dict)
+
+    def load_full_state_dict(self, state_dict):
+        self._hide_all()
+        super().load_full_state_dict(state_dict)
+
+
+class Zero1(ShardGuards, PlainZero1):
+    __doc__ = PlainZero1.__doc__
+
+
+class Zero2(ShardGuards, PlainZero2):
+    __doc__ = PlainZero2.__doc__
+
+
+class Zero3(ShardGuards, PlainZero3):
+    __doc__ = PlainZero3.__doc__
