@@ -232,8 +232,9 @@ class AllReduce:
 def broadcast(tensors, process_group):
     """Overwrite tensors by rank 0's, and wait."""
     if tensors:
+        group = process_group or dist.group.WORLD  # of None that function would crash
         # .data: autograd may have saved a buffer, and need not hear of its new value.
-        dist._broadcast_coalesced(process_group, [t.data for t in tensors], 2**28, 0)
+        dist._broadcast_coalesced(group, [t.data for t in tensors], 2**28, 0)
 
 
 # -------------------------------------------------------------------------------------------------

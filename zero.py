@@ -1112,7 +1112,8 @@ QUESTIONS = {"size", "dim", "numel", "stride", "is_floating_point", "data_ptr", 
 WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean",
               "std", "var", "dot", "matmul", "einsum", "normalize", "topk", "sort", "__setitem__",
               "isfinite", "isnan", "isinf", "all", "any", "max", "min", "amax", "amin", "aminmax",
-              "argmax", "argmin", "count_nonzero", "median", "quantile", "allclose", "equal"}
+              "argmax", "argmin"}
+COMPARES = {"eq", "__eq__", "isclose"}  # of two parts; so what comes of it can be asked for all()
 HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what a GradScaler calls
@@ -1189,7 +1190,8 @@ class Part(torch.Tensor):
             if name == UNSCALE:
                 agree_on_inf(args[0], args[1])
         is_new = not any(result is t for t in args)
-        if is_new and type(result) is torch.Tensor and name != "as_subclass":
+        is_part = is_new and name not in COMPARES and name != "as_subclass"
+        if is_part and type(result) is torch.Tensor:
             result.__class__ = Part
         return result
 
