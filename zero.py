@@ -637,8 +637,8 @@ class PlainZero1(Reducer):
         self._unshard_and_wait(unit)
 
     def _end_forward(self):
-        """Wait also for units that were skipped: a shard must not change while it is being sent."""
-        for unit in self._units:
+        """A shard must not change while it is being sent: wait for that."""
+        for unit in self._units:  # also what was skipped
             self._wait_for_unshard(unit)
 
     # ---- backward: reduce gradients to the owners of the shards
