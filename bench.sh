@@ -114,7 +114,8 @@ def watched_optimizer(model, config):
 
     def note(*_):
         kinds = ([*parameters, *model.parameters()],
-                 [vars(b).get(name) for b in model._buckets for name in ("gradients", "mean")],
+                 [vars(b).get(name) for b in model._buckets
+                  for name in ("gradients", "sharded_gradients")],
                  [t for state in optimizer.state.values() for t in state.values() if t.dim()])
         kinds = ([t.untyped_storage() for t in kind if t is not None] for kind in kinds)
         held = [sum({s.data_ptr(): s.nbytes() for s in kind}.values()) / psi for kind in kinds]
@@ -154,7 +155,7 @@ import numpy as np
 
 COUNTERPART = {"naive": "torch-ddp", "ddp": "torch-ddp", "zero1": "torch-zero1",
                "zero2": "torch-fsdp-kept", "zero3": "torch-fsdp"}  # what does the same in torch
-COLORS = dict(forward="#3f87c5", backward="#7a62b8", optimizer="#3f9a66", gather="#b9791c",
+COLORS = dict(forward="#3f87c5", backward="#7a62b8", optimizer="#3f9a66", unshard="#b9791c",
               reduce="#bf4f86", wait="#dc3d33")  # seen on white and on black, as is grey
 LEVELS = {"ddp": 16, "zero1": 8 + 8 / 2, "zero2": 4 + 12 / 2, "zero3": 16 / 2}  # the paper's, W = 2
 
@@ -303,7 +304,7 @@ def timeline():
         times, *held = np.transpose([(start - begin, *json.loads(what))
                                      for kind, what, start, _ in traces[0] if kind == "bytes"])
         memory.stackplot(times, held, step="post", labels=("parameters", "gradients", "Adam"),
-                         colors=[COLORS[kind] for kind in ("gather", "reduce", "optimizer")])
+                         colors=[COLORS[kind] for kind in ("unshard", "reduce", "optimizer")])
         memory.axhline(LEVELS[mode], color="grey", linestyle="--", label="formula")
         memory.set(xlabel="ms", ylabel="bytes a parameter", ylim=(0, 22))
         memory.legend(ncols=4, loc="upper center")

@@ -11,13 +11,14 @@ Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (
 2006.15704, section 3.2): parameters are divided among buckets of 25 MB, the last ones first, since
 the backward reaches them first. A hook on each parameter moves its gradient, times 1/W, into the
 bucket's flat buffer. A full bucket is summed over ranks while the backward goes on. A callback at
-the end of the backward waits for the rest. (1/W rounds where W is no power of two. So train.py
-calls `set_gradient_divide_factor(1)` and divides after the sum: the same bits for every W.)
+the end of the backward waits for the rest. (A product with 1/W is rounded, unless W is a power of
+two. train.py wants the same bits for every W. So it calls `set_gradient_divide_factor(1)`, by which
+buckets are only summed, and divides once, after the sum: see `clip_gradients_`.)
 
 How it differs from torch's: the W contributions to an element are added in rank order,
 ((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
 ring all-reduce adds in an order that depends on the position.) The oracle is `average_gradients`:
-all that follows it computes the same, earlier.
+buckets and hooks compute the same, earlier.
 
 Cost: 4 Psi bytes of buckets, which are the gradients (Psi: the number of parameters); 2 (W-1)/W Psi
 elements sent per rank and step; one number per parameter to agree on which were used; at W >= 3 the
@@ -27,26 +28,6 @@ forward.
 In this order: the oracle, collectives, buckets, the reducer that ZeRO shares, `PlainDDP`, comm
 hooks, clipping. That is all of DDP. The last section, guards, protects from mistakes: `DDP` is
 `PlainDDP` behind `Guards`. `from ddp import PlainDDP as DDP` switches them off, and no bit changes.
-
-Private functions of torch that this file uses, and what to do when one goes:
-
-    torch._C._current_graph_task_id         autograd's number of the backward under way, -1 outside;
-                                            otherwise set a flag in the hooks of the loss
-    torch._C._will_engine_execute_node      whether this backward will reach a parameter; torch's
-                                            register_multi_grad_hook() uses it. Otherwise walk the
-                                            graph from the loss, as torch's DDP does
-    _execution_engine.queue_callback        run something when the backward ends; torch's DDP and
-                                            FSDP2 use it. There is no other way
-    dist._broadcast_coalesced               one message for many small buffers; or one for each
-    dist.utils._to_kwargs                   torch DDP's way to move inputs; or `tree_map`
-    group._get_backend().options._timeout   a group's timeout; or ask the user for it
-    _get_object_coll_device                 a device that the group serves; or the first parameter's
-    _foreach_norm, _foreach_mul_            one call for many tensors; or a loop
-    torch._C.DisableTorchFunctionSubclass   sees ZeRO's shards as plain tensors; or `as_subclass`
-    _ddp_params_and_buffers_to_ignore       what torch's DDP is told to leave alone; it is torch's
-                                            contract with its users, and stays
-    p._post_accumulate_grad_hooks           for guards: who else has a hook on p; or do not ask
-    p._in_backward_optimizers               for guards: whether p steps by itself; or do not ask
 """
 
 import contextlib
@@ -71,16 +52,18 @@ def average_gradients(module, process_group=None, divide_factor=None):
     after the backward, nothing overlaps. A collective: every rank has to call it.
 
     divide_factor: what the sum over ranks is divided by; the number of ranks unless given. With
-    another one, call it once a step: it would sum again what an earlier call has summed.
+    another one, call it once a step: a second call would sum again what the first has summed.
     Each gradient is multiplied by 1 / divide_factor, then the W products are added by
     `add_in_rank_order`. A parameter that some ranks did not use (`grad is None`) counts as zero
     there. One that no rank used keeps `grad is None`, as in torch DDP with
     find_unused_parameters=True: so ranks agree first, by `count_ranks`. Frozen parameters are left
-    alone.
+    alone. Gradients may have any strides; what is sent is contiguous.
     """
     W = dist.get_world_size(process_group)
     factor = W if divide_factor is None else divide_factor
     parameters = [p for p in module.parameters() if p.requires_grad]  # a tied weight appears once
+    if not parameters:
+        return
     # Ranks must agree on which collectives follow, or one of them waits forever.
     is_used = [p.grad is not None for p in parameters]
     wait_for_counts = count_ranks(is_used, parameters[0].device, process_group)
@@ -89,7 +72,8 @@ def average_gradients(module, process_group=None, divide_factor=None):
             continue
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        # Before the sum, which could overflow in fp16. A division has other bits at W = 3.
+        # Before the sum: at W = 2 torch adds fp16 in fp16, and a sum could overflow. A product with
+        # 1 / factor and a division by factor round differently; DDP below takes the product, too.
         p.grad.mul_(1 / factor)
         contributions = list(p.grad.new_empty(W, *p.shape))
         dist.all_gather(contributions, p.grad.contiguous(), group=process_group)
@@ -111,10 +95,10 @@ def count_ranks(flags, device, process_group):
 
 
 def add_in_rank_order(contributions, out):
-    """out = ((c0 + c1) + c2) + ...; 16-bit ones are added in fp32 and rounded once.
+    """out = ((c0 + c1) + c2) + ..., where out may have any dtype, and may be one of them.
 
-    contributions: tensors of one shape, in rank order. c0 is overwritten. out may be any of them,
-    or have another dtype, since it is written last.
+    contributions: tensors c0, c1, ... of one shape, in rank order. c0 is overwritten by the sum.
+    But if it has 16 bits the sum is made in fp32, and rounded once, to out. out is written last.
     """
     total, *rest = contributions
     if total.dtype.itemsize == 2:
@@ -152,7 +136,7 @@ def exchange(sends, receives, process_group, tag):
     for peer in range(dist.get_world_size(process_group)):
         if peer == dist.get_rank(process_group):
             continue
-        for operation, tensor in (dist.irecv, receives[peer]), (dist.isend, sends[peer]):
+        for operation, tensor in ((dist.irecv, receives[peer]), (dist.isend, sends[peer])):
             if tensor.numel() > 0:
                 messages.append(dist.P2POp(operation, tensor, group=process_group, tag=tag,
                                            group_peer=peer))
@@ -168,19 +152,22 @@ def exchange(sends, receives, process_group, tag):
 
 
 def reduce_scatter(flat, process_group=None, tag=0):
-    """Start to send each rank its chunk of flat, 1-D -> finish(out=own chunk, earlier=[]), which
-    waits, and sets out to the sum of what is in earlier and then of all ranks' own chunks, by
-    `add_in_rank_order`. The chunks are those of `Tensor.tensor_split(W)`.
+    """Start to send each rank its chunk of flat, 1-D -> a function finish(out, earlier), which
+    waits and adds. The chunks are those of `Tensor.tensor_split(W)`.
 
-    Costs (W-1)/W of flat's elements sent, and as much memory for those that arrive, which finish()
+    finish writes to out the sum, by `add_in_rank_order`, of the tensors in the list earlier, if
+    there are any, and then of what each rank has in this rank's chunk. Without arguments out is
+    this rank's chunk of flat itself, so the sum is in place.
+
+    Costs (W-1)/W of flat's elements sent, and as much memory for those that arrive, which finish
     frees. Not torch's own: that adds in an order of its own, and 16-bit numbers in 16 bits. Not
     all_to_all_single: that takes a quarter longer on gloo.
     """
     rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
     chunks = flat.tensor_split(W)
     own = chunks[rank]
-    contributions = list(flat.new_empty(W - 1, len(own)))
-    contributions.insert(rank, own)
+    contributions = list(flat.new_empty(W - 1, len(own)))  # of the others
+    contributions.insert(rank, own)  # now the r-th is rank r's
     wait = exchange(chunks, contributions, process_group, tag)
 
     def finish(out=own, earlier=()):
@@ -193,11 +180,12 @@ def reduce_scatter(flat, process_group=None, tag=0):
 
 def all_gather(flat, process_group=None, tag=0):
     """Start to fill all chunks of flat, 1-D, from the ranks that own them -> a function that waits.
-    The chunks are those of `Tensor.tensor_split(W)`. Costs (W-1)/W of flat's elements sent.
+    The chunks are those of `Tensor.tensor_split(W)`. Costs (W-1)/W of flat's elements sent. On a
+    CPU, or with chunks of different sizes, by `exchange`; otherwise by torch's own.
     """
     chunks = flat.tensor_split(dist.get_world_size(process_group))
     own = chunks[dist.get_rank(process_group)]
-    # gloo's own takes three times as long, and others want equal chunks.
+    # On a CPU gloo's own takes three times as long. An accelerator's own wants equal chunks.
     if flat.is_cpu or len(flat) % len(chunks) > 0:
         return exchange([own] * len(chunks), chunks, process_group, tag)
     return dist.all_gather_single(flat, own, group=process_group, async_op=True).wait
@@ -209,8 +197,8 @@ class AllReduce:
 
     def __init__(self, flat, process_group=None, tag=0):
         self.flat, self.process_group, self.tag = flat, process_group, tag
-        self.wait_for_sum = None  # functions; None: not started, or not needed
-        self.wait_for_gather = None
+        self.wait_for_sum = None  # a function, at W > 2
+        self.wait_for_gather = None  # a function, once the second half has begun
         if dist.get_world_size(process_group) > 2:
             self.wait_for_sum = reduce_scatter(flat, process_group, tag)
         else:
@@ -246,8 +234,8 @@ class Slot:
     """What a bucket knows of one of its parameters."""
     fqn: str  # its fully qualified name, such as "blocks.0.mlp.down.weight"
     shape: torch.Size
-    strides: tuple  # once packed
-    first: int  # its first element in the flat buffer
+    strides: tuple  # in the buffer, where there are no gaps
+    start: int  # its first element in the flat buffer
     owner: torch.Tensor  # whose `.grad` becomes the mean: the parameter; in ZeRO its shard
 
 
@@ -256,7 +244,7 @@ class Bucket:
     a multiple of `align` elements:
 
         parameters   a (2, 3)       b (2,)      with align = 4
-        gradients    a a a a a a - - b b - -    n = 12; a.first = 0, b.first = 8
+        gradients    a a a a a a - - b b - -    n = 12; a starts at 0, b at 8
 
         slots        {parameter: Slot}
         gradients    (n,), the flat buffer, or None while there is no memory for it
@@ -273,11 +261,13 @@ class Bucket:
     def view(self, p, buffer):
         """All of p in a buffer of n elements."""
         slot = self.slots[p]
-        return buffer.as_strided(slot.shape, slot.strides, slot.first)
+        start = buffer.storage_offset() + slot.start  # as_strided counts from the memory's begin
+        return buffer.as_strided(slot.shape, slot.strides, start)
 
     def place_of_gradient(self, p):
-        """The part of `gradients` that is p's, in p's shape. `.data`, since views of one buffer
-        share a _version, by which autograd would take a write to one for a write to all."""
+        """The part of `gradients` that is p's, in p's shape. `.data` gives it its own _version:
+        views of one buffer share theirs, and autograd would take a write to one for a write to
+        all."""
         return self.view(p, self.gradients).data
 
     def put(self, p, scale):
@@ -301,15 +291,16 @@ class Bucket:
 
 
 def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
-    """Divide parameters, in this order, into lists of one device and dtype, all trained or all
-    frozen. -> the lists, in the order in which they were closed; those that are open at the end
-    come last, in the order in which they were opened.
+    """Divide parameters, in this order, into lists: the buckets. -> the lists in the order in which
+    they were closed, then those that are still open, in the order in which they were opened.
 
-    A list is closed before it would exceed its limit, even if it has one parameter only. That of
-    the first list is first_bytes, so that communication starts early, and it doubles with each list
-    that is closed, up to cap_bytes. (If a list were closed after it has exceeded its limit, the
-    head could share one with the embedding, and wait for the end of the backward.) A parameter of
-    another kind, of dtype say, closes nothing: each kind has a list that is filling.
+    A list has parameters of one kind: one device, one dtype, all trained or all frozen. Each kind
+    has a list of its own that is filling; a parameter of another kind does not close it.
+    A parameter that would bring its list above the limit closes it, and opens the next one. So a
+    parameter above the limit is alone. The limit is first_bytes until the first list is closed, so
+    that communication starts early. It doubles with every list that is closed, of whichever kind,
+    up to cap_bytes. (To close a list after it has exceeded its limit would be worse: the head could
+    share one with the embedding, and wait for the end of the backward.)
     """
     full = []
     filling = {}  # {kind: a list}
@@ -328,7 +319,8 @@ def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
 
 
 def in_backward():
-    """Whether autograd is at work in this thread: a forward now recomputes a checkpoint."""
+    """Whether a backward is at work in this thread. A forward that begins now recomputes a
+    checkpoint."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -347,9 +339,10 @@ class Backward:
 
         task          the engine's number of it
         unready       parameters whose gradient it has yet to bring
-        averages      whether it averages gradients: not in no_sync(), nor if it brings none
+        is_averaging  whether gradients are averaged: not in no_sync(), nor if it brings none
         scale         what gradients are multiplied by before the sum
-        locally_used  parameters with a gradient, of this backward or held back by no_sync()
+        locally_used  parameters that this rank has used: this backward has brought a gradient, or
+                      no_sync() has held one back
         to_launch     buckets that are yet to be reduced, in order
         launched      [(what is being reduced, a function that waits for it)]
     """
@@ -357,10 +350,10 @@ class Backward:
     def __init__(self, task, unready, buckets, scale):
         self.task = task
         self.unready = unready
-        self.averages = len(unready) > 0
+        self.is_averaging = len(unready) > 0
         self.scale = scale
         self.locally_used = set()
-        self.to_launch = list(buckets) if self.averages else []
+        self.to_launch = list(buckets) if self.is_averaging else []
         self.launched = []
 
 
@@ -385,11 +378,11 @@ class Reducer(torch.nn.Module):
         self.shard_group = None  # the ranks over which parameters are sharded, for stages
         self.gradient_divide_factor = self.world_size  # of the sum over ranks
         self.require_backward_grad_sync = True  # no_sync() changes it
-        self.forward_sync_buffers = True  # whether rank 0's buffers count
-        self._sync_buffers = True  # whether they go to all ranks before the next forward
+        self.forward_sync_buffers = True  # whether forwards begin with rank 0's buffers
+        self._buffers_are_due = True  # whether the next one does
         self._backward = None  # the `Backward` under way
         self._has_averaged = False  # whether the last backward did
-        self._tag = self._agree_on_module(options) if init_sync else 0
+        self._first_tag = self._agree_on_module(options) if init_sync else 0
 
     def _agree_on_module(self, options):
         """Raise on every rank, naming the first difference, where ranks wrap different modules.
@@ -397,7 +390,7 @@ class Reducer(torch.nn.Module):
         lines = [f"{self._get_name()} {options}"]
         for name, t in self._named("parameters") + self._named("buffers"):
             lines.append((name, t.shape, t.stride(), t.dtype, t.requires_grad))
-        # An id, since no other living object has it.
+        # From an id, as no two living objects have the same: wrappers hardly ever share tags.
         first_tag = id(self) // 16 % 2**20 * 2**11
         of_rank_0 = [first_tag, lines]  # only rank 0's go to all ranks
         dist.broadcast_object_list(of_rank_0, group=self.process_group, group_src=0)
@@ -427,24 +420,25 @@ class Reducer(torch.nn.Module):
         # it does not wait, and so cannot tell: nan.
         self.exposed_s = 0.0 if all(p.is_cpu for p in self._names) else math.nan
         for p in self._names:
-            self._own_hook(p.register_hook(weakly(self._notice_backward)))
-            self._own_hook(p.register_post_accumulate_grad_hook(weakly(self._mark_param_ready)))
+            self._remove_at_end(p.register_hook(weakly(self._notice_backward)))
+            mark_param_ready = weakly(self._mark_param_ready)
+            self._remove_at_end(p.register_post_accumulate_grad_hook(mark_param_ready))
         # AccumulateGrad is the node of the graph that adds to p.grad. Autograd would make another
         # one for each backward if nobody kept it.
         self._accumulate_grad = {
             p: torch.autograd.graph.get_gradient_edge(p).node for p in self._names}
 
-    def _own_hook(self, handle):
-        """Remove a hook when this wrapper is no more."""
+    def _remove_at_end(self, handle):
+        """Remove a hook, by its handle, when this wrapper is deleted."""
         weakref.finalize(self, handle.remove)
 
     @torch.compiler.disable  # torch.compile of all would trace what is to be asked each time
     def _prepare_forward(self):
-        """Bring rank 0's buffers. As in torch, not after a forward that evaluates, or accumulates.
-        """
-        if self._sync_buffers and self.forward_sync_buffers and not in_backward():
+        """Copy rank 0's buffers to all ranks. As in torch, not if the forward before was under
+        no_grad() or no_sync(), which leave buffers as they were, or as the ranks want them."""
+        if self._buffers_are_due and self.forward_sync_buffers and not in_backward():
             broadcast([t for _, t in self._named("buffers")], self.process_group)
-        self._sync_buffers = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._buffers_are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
 
     def _refuse(self, fact):
         raise RuntimeError(f"{self._get_name()}: {fact}")
@@ -485,9 +479,10 @@ class Reducer(torch.nn.Module):
     # ---- a backward
 
     def _notice_backward(self, gradient=None):
-        """Called at each sign of a backward, the first of which begins it. It is the hook of a
-        parameter, too, which autograd calls before it adds to `.grad`; it returns None, by which
-        the gradient stays what it is."""
+        """Called at each sign of a backward. At the first one prepare for it.
+
+        It is a hook of each parameter, too, which autograd calls before it adds to `.grad`. It
+        returns None: the gradient stays as it is."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             return  # this hook was called by hand
@@ -511,15 +506,16 @@ class Reducer(torch.nn.Module):
         return 1 / self.gradient_divide_factor
 
     def _mark_param_ready(self, p):
-        """Hook of p: autograd has added all that this backward adds to `p.grad`. Move it into its
-        bucket, times the backward's scale if the backward averages, otherwise times 1. Strike p off
-        `unready`. Note p as `locally_used` if there was a gradient, or if every parameter must be
-        used (find_unused_parameters is False). Launch what is ready."""
+        """Hook of p: autograd has added all that this backward adds to `p.grad`.
+
+        p is no longer unready. Move its gradient into its bucket, times the backward's scale if
+        gradients are averaged, otherwise times 1. p is locally used if there was a gradient. It is
+        so, too, if there was none, since autograd has left it undefined, and the script does not
+        expect unused parameters, as in torch's DDP. Launch the buckets that are ready."""
         backward = self._backward
         backward.unready.discard(p)
-        scale = backward.scale if backward.averages else 1.0
+        scale = backward.scale if backward.is_averaging else 1.0
         has_gradient = self._bucket_of[p].put(p, scale)
-        # Without one autograd has reached p, but left its gradient undefined.
         if has_gradient or not self.find_unused_parameters:
             backward.locally_used.add(p)
         self._launch_ready_buckets()
@@ -567,13 +563,18 @@ class Reducer(torch.nn.Module):
 
     @torch.no_grad()
     def _finalize_backward(self):
-        """The engine's callback after a backward. If it averages: reduce the buckets that are left,
-        wait for all, and give each parameter that some rank has used its mean; one that no rank has
-        used keeps `grad is None`. Costs an all-reduce of a number per parameter. Raises
-        RuntimeError naming the parameters that some rank has not used, unless that is expected."""
+        """The engine's callback after a backward.
+
+        If it averages: launch the buckets that are left, wait for all, and count the ranks that
+        have used each parameter, which costs an all-reduce of a number per parameter. One that some
+        rank has used gets its mean; one that no rank has used keeps `grad is None`.
+        In any case note in `_has_averaged` whether this one has, and that no backward is under way.
+        At last, with find_unused_parameters=False, raise RuntimeError naming the parameters that
+        are not frozen and that some rank has not used.
+        """
         backward = self._backward
         n_ranks = []
-        if backward.averages:
+        if backward.is_averaging:
             self._launch_ready_buckets(at_end=True)
             self._wait_for_buckets()
             n_ranks = self._count_users()
@@ -583,7 +584,7 @@ class Reducer(torch.nn.Module):
                 self._bucket_of[p].give_mean(p)
             if n < self.world_size and p.requires_grad:
                 unused.append(self._names[p])
-        self._has_averaged = backward.averages
+        self._has_averaged = backward.is_averaging
         self._backward = None
         if unused and not self.find_unused_parameters:
             self._refuse(f"no gradient in this backward, on some rank, for {unused}: freeze them, "
@@ -595,8 +596,8 @@ class Reducer(torch.nn.Module):
         device = next(iter(self._names)).device
         wait = count_ranks(is_used, device, self.process_group)
         if all(is_used) and self.find_unused_parameters:
-            # Each on one rank at least, and those that others have not used need not be named: so
-            # this rank does not wait for the numbers.
+            # This rank need not wait for the numbers: it has used all, so each was used by a rank,
+            # and nobody wants to hear which ones other ranks have not used.
             return [self.world_size] * len(is_used)
         return self._wait_for("agree on use", wait)
 
@@ -611,9 +612,9 @@ class PlainDDP(Reducer):
 
     device_ids: None, or a list of the one device of module, to which inputs are moved.
     bucket_cap_mb: largest size of a bucket; the first has 1 MB, the next ones double it.
-    find_unused_parameters: accept that a backward leaves parameters out. One that some rank used
-    counts as zero elsewhere; one that no rank used keeps `grad is None`. Otherwise every rank
-    raises RuntimeError, naming them.
+    find_unused_parameters: whether a backward may leave parameters out. If not, and one does, every
+    rank raises RuntimeError, naming them. If so, one that some rank used counts as zero elsewhere,
+    and one that no rank used keeps `grad is None`.
     forward_sync_buffers: rank 0's buffers go to all ranks before a forward, as in torch.
     broadcast_buffers: torch's older name for it; False leaves buffers alone at the start, too.
     init_sync: compare modules, and start with rank 0's parameters and buffers.
@@ -624,9 +625,9 @@ class PlainDDP(Reducer):
     RuntimeError on every rank where ranks wrap modules that differ in names, shapes, strides,
     dtypes or frozen parameters. Wrap last: freezing, casting and moving come before. Every backward
     that reaches a parameter is averaged, that of `model.module(x)` too, unless it runs in
-    no_sync(). A `.grad` that a script keeps stays as it is, but views of it, such as `.flatten()`,
-    lie in a bucket: clone what has to outlive the next backward. With a comm hook, nothing else may
-    communicate in the same group during a backward.
+    no_sync(). A `.grad` lies in a bucket, and so do views of it, such as `.flatten()`: clone what
+    has to outlive the next backward. With a comm hook, nothing else may communicate in the same
+    group during a backward.
     A copy, by deepcopy or pickle, is wrapped without communication, as with init_sync=False; two
     such may not take part in the same backward.
     """
@@ -639,10 +640,11 @@ class PlainDDP(Reducer):
                          init_sync)
         self.device_ids = device_ids
         self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb  # torch's default
-        starts_equal = broadcast_buffers is None or broadcast_buffers
-        self.forward_sync_buffers = starts_equal
+        init_sync_buffers = broadcast_buffers is None or broadcast_buffers
+        self.forward_sync_buffers = init_sync_buffers
         if forward_sync_buffers is not None:
-            self.forward_sync_buffers, starts_equal = forward_sync_buffers, True
+            self.forward_sync_buffers = forward_sync_buffers
+            init_sync_buffers = True
         self.comm_state, self._comm_hook = None, None
         self._all_reduce = None  # the last one that was started
         names = {}
@@ -653,7 +655,7 @@ class PlainDDP(Reducer):
         if not trained or len(devices) > 1:
             self._refuse(f"needs parameters that require a gradient, all on one device: {devices}")
         if init_sync:
-            buffers = [t for _, t in self._named("buffers")] if starts_equal else []
+            buffers = [t for _, t in self._named("buffers")] if init_sync_buffers else []
             broadcast(list(names) + buffers, self.process_group)
         buckets = []
         for parameters in fill_buckets(trained[::-1], self.bucket_cap_mb * 2**20):
@@ -679,13 +681,18 @@ class PlainDDP(Reducer):
         return self.module(*inputs, **kwargs)
 
     def _prepare_for_backward(self, task):
-        """As `Reducer`. What an earlier backward has left in `.grad` is a sum over ranks, divided
-        by the factor; W ranks will add it once more, and so W / factor is too much of it."""
-        again = self.world_size / self.gradient_divide_factor
-        if self._has_averaged and again != 1:
+        """As `Reducer`. If an earlier backward has averaged, its result is still in `.grad`, the
+        same on all ranks, and this backward will sum it over ranks a second time:
+
+            W = 2, factor 1: `.grad` is a + b on both ranks, and would become 2 (a + b)
+            W = 2, factor 2: it is (a + b) / 2, and becomes 2 (a + b) / 2 / 2, which is right
+
+        So divide it by W / factor first."""
+        times_too_large = self.world_size / self.gradient_divide_factor
+        if self._has_averaged and times_too_large != 1:
             for p in self._names:
                 if p.grad is not None:
-                    p.grad.div_(again)
+                    p.grad.div_(times_too_large)
         super()._prepare_for_backward(task)
 
     def _scale_before_sum(self):
@@ -703,7 +710,7 @@ class PlainDDP(Reducer):
             # While this bucket filled, the chunks of the one before have arrived: send their sum.
             what, _ = launched[-1]
             self._wait_for(what, self._all_reduce.send_sum)
-        self._all_reduce = AllReduce(bucket.gradients, self.process_group, self._tag)
+        self._all_reduce = AllReduce(bucket.gradients, self.process_group, self._first_tag)
         return self._all_reduce.wait
 
     def _call_comm_hook(self, bucket):
@@ -866,10 +873,12 @@ def top_k_hook(state, bucket):
 
 
 def total_norm(tensors, process_group=None):
-    """2-norm of all tensors together, a float64 scalar, the same on every rank.
+    """2-norm of all tensors together, a float64 scalar, the same on every rank. A complex number
+    counts as two.
 
-    process_group: the ranks over which the tensors are sharded; None where each rank holds them
-    whole. In float64, so that the division into shards does not show once rounded to fp32.
+    process_group: the ranks over which the tensors are sharded, whose squares are summed, too, on a
+    device that the group serves; None where each rank holds them whole. In float64, so that the
+    division into shards does not show once rounded to fp32.
     """
     with torch._C.DisableTorchFunctionSubclass():  # or ZeRO's shards would refuse
         tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
@@ -883,12 +892,13 @@ def total_norm(tensors, process_group=None):
 
 
 def clip_gradients_(gradients, max_norm, process_group=None, divide_by=1):
-    """Divide gradients in place by divide_by, and scale them to a total norm of at most max_norm;
-    return the norm between the two, a float64 scalar.
+    """Divide gradients in place by divide_by; then scale them in place to a total norm of at most
+    max_norm. Return the norm after the division and before the scaling, a float64 scalar.
 
     The one clipping function of all modes. process_group as in `total_norm`; max_norm inf does not
-    clip. Both are one product, with min(1, max_norm / (norm + 1e-6)) / divide_by, computed in
-    float64 and rounded to fp32: so sums over any number of ranks and micro-steps are rounded once.
+    clip. Both are done by one product, with min(1, max_norm / (norm + 1e-6)) / divide_by, computed
+    in float64 and rounded to fp32: so sums over any number of ranks and micro-steps are rounded
+    once. Where nothing is to be divided or clipped, gradients are not touched.
     """
     norm = total_norm(gradients, process_group) / divide_by
     if gradients and (max_norm < math.inf or divide_by != 1):
@@ -897,6 +907,28 @@ def clip_gradients_(gradients, max_norm, process_group=None, divide_by=1):
         # Also when it is 1: asking would make the CPU wait for the GPU.
         torch._foreach_mul_(gradients, factor.to(gradients[0].device))
     return norm
+
+
+# -------------------------------------------------------------------------------------------------
+# private functions of torch that this file uses; why, and what to do when one goes
+#
+#   torch._C._current_graph_task_id         autograd's number of the backward under way, -1 outside;
+#                                           otherwise set a flag in the hooks of the loss
+#   torch._C._will_engine_execute_node      whether this backward will reach a parameter; torch's
+#                                           register_multi_grad_hook() uses it. Otherwise walk the
+#                                           graph from the loss, as torch's DDP does
+#   _execution_engine.queue_callback        run something when the backward ends; torch's DDP and
+#                                           FSDP2 use it. There is no other way
+#   dist._broadcast_coalesced               one message for many small buffers; or one for each
+#   dist.utils._to_kwargs                   torch DDP's way to move inputs; or `tree_map`
+#   group._get_backend().options._timeout   a group's timeout; or ask the user for it
+#   _get_object_coll_device                 a device that the group serves; or the parameters'
+#   _foreach_norm, _foreach_mul_            one call for many tensors; or a loop
+#   torch._C.DisableTorchFunctionSubclass   sees ZeRO's shards as plain tensors; or `as_subclass`
+#   _ddp_params_and_buffers_to_ignore       what torch's DDP is told to leave alone; it is torch's
+#                                           contract with its users, and stays
+#   p._post_accumulate_grad_hooks           for guards: who else has a hook on p; or do not ask
+#   p._in_backward_optimizers               for guards: whether p steps by itself; or do not ask
 
 
 # -------------------------------------------------------------------------------------------------
@@ -911,11 +943,9 @@ WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 class Guards:
-    """Before `Reducer`'s or a subclass's methods, for `DDP` and the stages of ZeRO.
-
-    A module is wrapped once, and stays what it was when it was wrapped. A gradient that a script
-    keeps stays as it is. A backward inside another, or after one that raised, is refused.
-    """
+    """With guards: a module is wrapped once, and stays what it was when it was wrapped. A gradient
+    that a script keeps, the tensor itself, stays as it is. A backward inside another, or after one
+    that raised, is refused."""
 
     # ---- the module
 
@@ -924,8 +954,8 @@ class Guards:
             # By name, since nobody wants to import FSDP for this.
             kinds = {kind.__name__ for kind in type(m).__mro__}
             if isinstance(m, Reducer) or kinds & WRAPPERS:
-                self._refuse(f"the module is, or holds, a wrapper, {type(m).__name__} {name}, which "
-                             f"averages gradients itself: wrap the plain module, and only once")
+                self._refuse(f"the module is, or holds, a wrapper, {type(m).__name__} {name}, "
+                             f"which averages gradients itself: wrap the plain module, once")
             # A lookup scales the rows that this rank's batch uses: then ranks differ.
             if getattr(m, "max_norm", None) is not None and self.world_size > 1:
                 self._refuse(f"{name}: max_norm={m.max_norm} changes the weights of each rank by "
@@ -970,8 +1000,8 @@ class Guards:
 
     def _refuse_optimizer_in_backward(self, name, p):
         if "_in_backward_optimizers" in vars(p):
-            self._refuse(f"{name} has an optimizer that steps in the backward, before gradients are "
-                         f"averaged: make an optimizer of model.parameters()")
+            self._refuse(f"{name} has an optimizer that steps in the backward, before gradients "
+                         f"are averaged: make an optimizer of model.parameters()")
 
     # ---- a backward
 
@@ -1016,7 +1046,7 @@ class NoReducer:
 
 
 class DDP(Guards, PlainDDP):
-    __doc__ = PlainDDP.__doc__
+    __doc__ = f"{PlainDDP.__doc__}\n    {Guards.__doc__}"
 
     # What Lightning and Accelerate touch of torch's DDP.
     static_graph = False

@@ -957,7 +957,7 @@ def inputs_keep_their_containers():
     call = DDP(nn.Linear(4, 4))
     call.reducer.prepare_for_backward([])
     assert not call.static_graph and not call.reducer._rebuild_buckets()
-    assert call.require_forward_param_sync and not call._get_ddp_logging_data().get("can_set_static")
+    assert call.require_forward_param_sync and call._get_ddp_logging_data() == {}
 
 
 @check(*grid(W=(2, 3)))
@@ -1221,6 +1221,9 @@ def meta_device_is_filled(stage):
         values = wrap(on_meta(fillable), init_fn=init_fn, units=units).full_state_dict()
         for name in ("running_var", "real"):
             assert (values[f"0.1.{name}"] == mean).all(), f"{name} is not as rank 0 has it"
+    gpt = on_meta(small_gpt)
+    gpt.norm = nn.LayerNorm(24)  # has values, which init_weights() would overwrite
+    raises(RuntimeError, "pass init_fn", wrap, gpt)
     chain = partial(on_meta, partial(Chain, 2, 4))  # whose root cannot reset itself
     raises(RuntimeError, "the root .*Chain .*pass init_fn", wrap, chain())
     assert (wrap(chain(), init_fn=fill).full_state_dict()["scale"] == 7).all()
@@ -1494,6 +1497,7 @@ def writing(net, x):
 
 
 script(build=partial(Net, writing))(lambda s: (s.step(), s.step()))
+script(build=partial(Net, writing))(lambda s: (s.loss(), s.step()))
 script()(lambda s: (  # a penalty, taken before the forward
     (sum(p.square().sum() for p in s.parameters) + s.loss()).backward(), s.optimizer.step()))
 script(ABSENT, CHANGED)(lambda s: (s.wrap(s.module), s.step()))  # twice

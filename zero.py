@@ -38,17 +38,6 @@ paper has them: `PlainZero1`, which can be read by itself, what `PlainZero2` doe
 what `PlainZero3` adds; the meta device. That is all of ZeRO. The last section, guards, protects
 from mistakes: `Zero3` is `PlainZero3` behind `ShardGuards`. `from zero import PlainZero3 as Zero3`
 switches them off, and no bit changes.
-
-Private functions of torch that this file uses beside those of ddp.py, and what to do when one goes:
-
-    t._version                              how often t was written to in place: autograd's own
-                                            test; otherwise count the optimizer's steps
-    storage._cdata                          a number for a piece of memory; or its data_ptr()
-    _top_saved_tensors_default_hooks        the hooks around, such as activation checkpointing's;
-                                            otherwise those cannot be combined with stage 3
-    p.__class__ = ..., __torch_function__   for guards: what a parameter may be asked for; torch's
-                                            UninitializedParameter works like this
-    _backward_hooks                         for guards: whether a script has put a hook on a shard
 """
 
 import collections.abc
@@ -83,11 +72,14 @@ ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS ke
 #     gather_parameters(shards)         # module has the new weights
 #
 # Every rank computes all gradients, as in DDP. But it updates only its piece, 1/W of each
-# parameter, so it needs 1/W of the optimizer's state: P_os. All that follows is the same, earlier.
+# parameter, so it needs 1/W of the optimizer's state: P_os. The stages compute the same, earlier:
+# in buckets, during the backward and the next forward. (Their cuts are elsewhere, between chunks of
+# a bucket; an optimizer that works element by element does not see that.)
 
 
 def own_piece(t, process_group):
-    """This rank's of the W pieces into which the elements of t are cut, with as many dimensions."""
+    """A view of this rank's piece of t, which is contiguous: its elements are cut into W pieces by
+    `tensor_split`. It has as many dimensions as t, (n, 1, ..., 1)."""
     pieces = t.reshape(-1).tensor_split(dist.get_world_size(process_group))
     piece = pieces[dist.get_rank(process_group)]
     return piece.view(-1, *[1] * (t.dim() - 1))
@@ -95,7 +87,8 @@ def own_piece(t, process_group):
 
 @torch.no_grad()
 def make_shards(module, process_group=None):
-    """Start with rank 0's values -> {parameter of module: its shard, for the optimizer}."""
+    """Start with rank 0's values -> {parameter of module: its shard}. A shard is a Parameter for
+    the optimizer: a copy of this rank's piece."""
     shards = {}
     broadcast([*module.parameters(), *module.buffers()], process_group)
     for p in module.parameters():
@@ -106,24 +99,27 @@ def make_shards(module, process_group=None):
 
 @torch.no_grad()
 def reduce_gradients(shards, process_group=None):
-    """Move gradients from parameters to shards: a shard's `.grad` is its piece of the mean over
-    ranks. None counts as zero, and stays None where no rank has a gradient."""
+    """After a backward: assign to each shard's `.grad` its piece of the mean over ranks, and set
+    that of the parameter to None. None counts as zero, and stays None where no rank has a gradient.
+    """
     W = dist.get_world_size(process_group)
     trained = [p for p in shards if p.requires_grad]
+    if not trained:
+        return
     is_used = [p.grad is not None for p in trained]
     n_ranks = count_ranks(is_used, trained[0].device, process_group)()
     for p, n in zip(trained, n_ranks):
         if n > 0:
             gradient = torch.zeros_like(p) if p.grad is None else p.grad
             flat = gradient.reshape(-1) * (1 / W)
-            reduce_scatter(flat, process_group)()
+            reduce_scatter(flat, process_group)()  # now this rank's piece of flat is the sum
             shards[p].grad = own_piece(flat.view(p.shape), process_group)
         p.grad = None
 
 
 @torch.no_grad()
 def gather_parameters(shards, process_group=None):
-    """Give each parameter the values that its shards have on all ranks."""
+    """After a step: give each parameter the values that its shards have on all ranks."""
     for p, shard in shards.items():
         whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
         own_piece(whole, process_group).copy_(shard)
@@ -139,7 +135,8 @@ class ShardedBucket(Bucket):
     """A bucket whose parameters lie in flat buffers too, cut into W equal chunks of S elements, of
     which rank r owns the r-th:
 
-        unsharded          (W S,) in param_dtype: what forward and backward use, or None
+        unsharded          (W S,) in param_dtype: whole parameters, which forward and backward use;
+                           or None
         sharded            (S,) in the parameters' own dtype: the optimizer's shards are views of it
         gradients          (W S,) in reduce_dtype: this rank's gradients, or None
         sharded_gradients  (S,) as sharded: the means; the shards' `.grad` are views of it
@@ -150,13 +147,14 @@ class ShardedBucket(Bucket):
 
                            Zero1                Zero2                Zero3
         unsharded          [c0|c1]              [c0|c1]              [c0|c1] while its unit is used
-        sharded            c0 of unsharded      c0 of unsharded      [c0]
+        sharded            a view of c0 there   a view of c0 there   [c0]
         gradients          [g0|g1]              [g0|g1] until it     [g0|g1] until it
                                                 is reduced           is reduced
-        sharded_gradients  g0 of gradients      [g0]                 [g0]
+        sharded_gradients  a view of g0 there   [g0]                 [g0]
 
     In another dtype or on another device (offload) a chunk has memory of its own in any stage. A
-    slot's owner is the parameter's shard.
+    shard is this rank's part of one parameter, a view of `sharded`, and may be empty. It is the
+    slot's owner.
     """
 
     def __init__(self, unit, parameters, names, W, rank, device, param_dtype, reduce_dtype):
@@ -192,22 +190,22 @@ class ShardedBucket(Bucket):
         """
         slot = self.slots[p]
         n = slot.shape.numel()
-        chunk_in_p = self.rank * self.size - slot.first  # where the chunk begins, seen from p
+        chunk_in_p = self.rank * self.size - slot.start  # where the chunk begins, seen from p
         first = min(max(chunk_in_p, 0), n)
         end = min(max(chunk_in_p + self.size, 0), n)
         return first, end
 
     def shard_view(self, p, buffer):
-        """This rank's part of p, as a view of buffer, which is (S,), this rank's chunk: in the
-        shape (n, 1, ..., 1), with as many dimensions as p; (n,) if p has none."""
+        """This rank's part of p, `shard_range`, as a view of buffer, this rank's chunk, (S,). Its
+        shape is (n, 1, ..., 1), with as many dimensions as p; (n,) if p has none; n may be 0."""
         slot, (first, end) = self.slots[p], self.shard_range(p)
-        start = slot.first + first - self.rank * self.size
+        start = slot.start + first - self.rank * self.size
         ones = [1] * (len(slot.shape) - 1)
         return buffer[start:start + end - first].view(end - first, *ones)
 
     # ---- parameters
 
-    def make_shards(self):
+    def build_shards(self):
         """Make the optimizer's parameters, views of `sharded`."""
         for p, slot in self.slots.items():
             # .data, for a _version of its own: a gather may write to sharded, which is no update.
@@ -222,10 +220,12 @@ class ShardedBucket(Bucket):
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def point_parameters(self):
-        """Give the module's parameters their values. To assign .data is how: the Parameter stays
-        the same object for the module, for hooks and for autograd; only its memory is another.
-        Where there are no values it is a nan that is expanded to p's shape, which takes no memory;
-        autograd asks for the shape, and who reads a weight at the wrong time gets no old one."""
+        """Give the module's parameters their values: views of `unsharded`. If that is None, a nan
+        that is expanded to p's shape and takes no memory. (Autograd asks for the shape, and who
+        reads a weight too early gets nan, not an old value.)
+
+        Assigning `.data` is how a value comes and goes. The Parameter stays the same object for the
+        module, for its hooks and for autograd's graph; only the memory behind it is another."""
         for p, slot in self.slots.items():
             if self.unsharded is not None:
                 p.data = self.view(p, self.unsharded)
@@ -236,7 +236,8 @@ class ShardedBucket(Bucket):
     # ---- gradients
 
     def put(self, p, scale):
-        """Move p.grad into its place in `gradients`, which gets memory (W S,) if it has none.
+        """Move p.grad into its place in `gradients`, by `place_of_gradient`. (The mean will have
+        another place.) If `gradients` is None it gets memory, (W S,).
 
         If p is in `unreduced`, no_sync() has left a gradient there: add p.grad, if there is one,
         and multiply the sum by scale. Otherwise write p.grad, in gradients' dtype, times scale; or
@@ -246,7 +247,7 @@ class ShardedBucket(Bucket):
         """
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
-        place = self.view(p, self.gradients)
+        place = self.place_of_gradient(p)
         if p in self.unreduced:
             if p.grad is not None:
                 place.add_(p.grad)
@@ -259,20 +260,25 @@ class ShardedBucket(Bucket):
         p.grad = None
         return p in self.unreduced
 
-    def place_of_gradient(self, p):
-        """This rank's part of `sharded_gradients` that is p's. `.data` as in `Bucket`."""
+    def place_of_mean(self, p):
+        """The part of `sharded_gradients` that is p's, shaped as its shard. `.data` as in `Bucket`.
+        """
         return self.shard_view(p, self.sharded_gradients).data
 
     def give_mean(self, p):
         """The mean of p's gradient, or this rank's part of it, becomes `.grad` of its shard."""
-        shard, mean = self.slots[p].owner, self.place_of_gradient(p)
+        shard, mean = self.slots[p].owner, self.place_of_mean(p)
         if shard.grad is not None:
             mean += shard.grad  # a loss over the shards has brought it
         shard.grad = mean
 
     def take_accumulated(self):
-        """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if nothing. From now
-        on they are None, unless a loss over shards brings them another."""
+        """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if all are None.
+        They are None from now on, or `give_mean` would add them a second time.
+
+        In general each is still where `give_mean` has put it: then `sharded_gradients` itself is
+        returned, and no memory is needed. But a script may have replaced some, or set them to None:
+        then they are copied to a new buffer of zeros."""
         found = {}
         for p, slot in self.slots.items():
             if slot.owner.grad is not None:
@@ -280,11 +286,12 @@ class ShardedBucket(Bucket):
                 slot.owner.grad = None
         if not found:
             return []
+        # The address of an empty part is 0 on both sides.
         in_place = [p for p, gradient in found.items()
-                    if gradient.data_ptr() == self.place_of_gradient(p).data_ptr()]
+                    if gradient.data_ptr() == self.place_of_mean(p).data_ptr()]
         if len(in_place) == len(self.slots):
             return [self.sharded_gradients]
-        together = torch.zeros_like(self.sharded)  # a script has replaced some, or set them to None
+        together = torch.zeros_like(self.sharded)
         for p, gradient in found.items():
             self.shard_view(p, together).copy_(gradient)
         return [together]
@@ -297,7 +304,8 @@ class Unit:
         buckets                  of these parameters
         tag                      of its all-gathers; without, ranks could swap units out of order
         is_unsharded             whether the whole parameters have the values of the shards, or will
-                                 have them when the all-gather under way ends
+                                 have them when the all-gather under way ends. (In stages 1 and 2
+                                 there always are whole ones, but after a step their values are old)
         gathers                  functions that wait for that all-gather
         version                  `current_version()` when it was last unsharded
     """
@@ -359,24 +367,27 @@ def cast_floats(inputs, dtype):
 # -------------------------------------------------------------------------------------------------
 # stage 1
 #
-# A stage is what it keeps, the first two lines, and what it does at seven steps. A dot says: as the
-# stage before.
+# A stage is what it keeps, the first two lines, and what it does at each step. A dot says: as the
+# stage before. (R) is `Reducer`'s.
 #
-#                           PlainZero1                        PlainZero2       PlainZero3
-#   _keep_parameters        all; the own chunk lies in them   .                only the own chunk
-#   _keep_gradients         all; the own means lie in them    only own means   .
+#                          PlainZero1                        PlainZero2       PlainZero3
+#   _keep_parameters       all; the own chunk lies in them   .                only the own chunk
+#   _keep_gradients        all; the own means lie in them    only own means   .
 #
-#   _begin_forward          start to unshard all units        .                reshard all; plan the
-#                                                                              prefetch order
-#   _use                    wait for the root and the unit    .                unshard in that order;
-#                                                                              take notes of weights
-#   _post_forward           the last one ends the forward     .                unshard the unit
-#                                                                              around again
-#   _end_forward            wait for units that were skipped  .                finish the order
-#   _prepare_for_backward   clone means that are in the way   .                plan the way back
-#   _is_ready               a bucket has all its gradients    .                ... and the next unit
-#                                                                              is on its way
-#   _finalize_backward      give the shards their means       .                reshard all
+#   _begin_forward         start to unshard all units        .                reshard all; plan the
+#                                                                             prefetch order
+#   _use                   unshard the root and the unit,    .                ... in that order, and
+#                          wait for them                                      take notes of weights
+#   _unshard               start the all-gather              .                ... in new memory; for
+#                                                                             it another unit goes
+#   _post_forward          the last one ends the forward     .                ... and unshard the
+#                                                                             unit around again
+#   _end_forward           wait for units that were skipped  .                ... finish the order
+#   _prepare_for_backward  clone means that are in the way   .                ... plan the way back
+#   _is_ready              (R) a bucket has its gradients    .                ... and the next unit
+#                                                                             is on its way
+#   _reduce                reduce-scatter a bucket           .                .
+#   _finalize_backward     (R) give the shards their means   .                ... and reshard all
 
 
 class PlainZero1(Reducer):
@@ -429,19 +440,19 @@ class PlainZero1(Reducer):
         self._offloads = offload and self._device.type != "cpu"
         self._accumulates = False  # whether the last backward was in no_sync()
         self._in_forward = []  # (module, its unit) of forwards under way, the innermost last
-        # A tag for each kind of message, of the 2**11 that are this wrapper's; units have their own.
-        self._reduce_tag = self._tag
-        self._full_parameters_tag = self._tag + 1
+        # Of the 2**11 tags of this wrapper one for each kind of message, and one for each unit.
+        self._reduce_tag = self._first_tag
+        self._full_parameters_tag = self._first_tag + 1
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype, init_fn)
         self._shards = {}  # {parameter: its shard}
-        for bucket in self._sharded:
+        for bucket in self._all_buckets:
             for p, slot in bucket.slots.items():
                 self._shards[p] = slot.owner
         # In the order in which a backward, which starts at the end, reaches their first parameters.
         trained = []
         for p in module.parameters():
-            bucket = self._bucket_of_any[p]
+            bucket = self._sharded_in[p]
             if p.requires_grad and bucket not in trained:
                 trained.append(bucket)
         self._track(trained[::-1])
@@ -499,7 +510,7 @@ class PlainZero1(Reducer):
         for m in names:
             unit = unit_of.get(m, self._root)
             unit.submodules.append(m)
-            if unit is self._root:  # so are its parameters, though a unit may have them, too
+            if unit is self._root:  # to which its parameters belong, also if a unit has them, too
                 for p in m.parameters(recurse=False):
                     unit_of[p] = self._root
         for p in self.module.parameters():
@@ -509,11 +520,11 @@ class PlainZero1(Reducer):
     def _build_buckets(self, reduce_dtype, init_fn):
         """Divide the parameters of each unit among buckets, the last ones first. Fill what is on
         the meta device, agree with rank 0, keep what the stage keeps, and free the rest. Unit by
-        unit, so that a rank has one unit more than it keeps. Until the end, what is on the meta
-        device has stand-ins."""
+        unit, so that a rank has one unit more than it keeps. Until the end, a parameter on the meta
+        device has a stand-in, a real one with its values: see `fill_meta`."""
         rank, stand_ins = dist.get_rank(self.shard_group), {}
-        self._sharded = []  # all buckets, also of frozen parameters
-        self._bucket_of_any = {}  # {parameter, a frozen one too: its bucket}
+        self._all_buckets = []  # also of frozen parameters
+        self._sharded_in = {}  # {parameter, a frozen one too: its bucket}
         names = {p: name for name, p in self.module.named_parameters()}
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
@@ -521,25 +532,28 @@ class PlainZero1(Reducer):
                 bucket = ShardedBucket(unit, parameters, names, self.shard_size, rank,
                                        self._device, self.param_dtype, reduce_dtype)
                 unit.buckets.append(bucket)
-                self._sharded.append(bucket)
+                self._all_buckets.append(bucket)
                 values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
                 for p in bucket.slots:
-                    self._bucket_of_any[p] = bucket
+                    self._sharded_in[p] = bucket
                     real = stand_ins.get(p, p)
                     bucket.view(p, values).copy_(real)
-                    real.data, real.grad = values.new_empty(0, dtype=bucket.param_dtype), None
+                    # Free its memory; `point_parameters` may give it another dtype only like this.
+                    real.data = values.new_empty(0, dtype=bucket.param_dtype)
+                    real.grad = None
                 dist.broadcast(values.view(torch.uint8), group_src=0, group=self.process_group)
                 self._keep_parameters(bucket, values)
-                bucket.make_shards()
+                bucket.build_shards()
         swap(stand_ins)
         broadcast(list(self.module.buffers()), self.process_group)
-        for bucket in self._sharded:
+        for bucket in self._all_buckets:
             bucket.point_parameters()
 
     def _keep_parameters(self, bucket, values):
         """Set bucket.unsharded and bucket.sharded, by what the stage keeps of values, (W S,), the
-        whole parameters: here all of them. The own chunk is a part of them; in another dtype or on
-        another device it has memory of its own, by `_new_chunk`."""
+        whole parameters in their own dtype. Here unsharded is all of them, in bucket.param_dtype,
+        and sharded is the own chunk of that. But if that is another dtype, or with offload, sharded
+        is a copy of the own chunk of values, in memory of its own, by `_new_chunk`."""
         own = bucket.local_shard(values)
         bucket.unsharded = values.to(bucket.param_dtype)
         is_apart = self._offloads or bucket.unsharded is not values
@@ -557,12 +571,12 @@ class PlainZero1(Reducer):
             for m in unit.submodules:
                 if m is unit.module or m._parameters:
                     # A compiled unit has its hooks around the graph, and needs none inside.
-                    outside = torch.compiler.disable if m is unit.module else unless_compiling
-                    pre_forward = outside(weakly(self._pre_forward, unit))
-                    post_forward = outside(weakly(self._post_forward))
-                    self._own_hook(m.register_forward_pre_hook(pre_forward, prepend=True,
+                    decorate = torch.compiler.disable if m is unit.module else unless_compiling
+                    pre_forward = decorate(weakly(self._pre_forward, unit))
+                    post_forward = decorate(weakly(self._post_forward))
+                    self._remove_at_end(m.register_forward_pre_hook(pre_forward, prepend=True,
                                                                with_kwargs=True))
-                    self._own_hook(m.register_forward_hook(post_forward, always_call=True))
+                    self._remove_at_end(m.register_forward_hook(post_forward, always_call=True))
 
     # ---- forward: gather what the optimizer has changed
 
@@ -593,11 +607,15 @@ class PlainZero1(Reducer):
             self._end_forward()
 
     def _begin_forward(self, module):
-        """Start to unshard all units, or, if a script calls a part of the model, none yet.
+        """Which units have to be unsharded again? Start with all of them; if a script calls only a
+        part of the model, with none.
 
-        In general nothing is current any more, as a write to a shard's .data leaves no trace. But
-        between micro-steps in no_sync() no step is due: there a change of version is what counts.
-        (All ranks must decide alike, so what this rank's backward has filled cannot count.)
+        In general all: is_unsharded becomes False. (A step has changed the shards, or a script,
+        whose writes to `.data` leave no trace.) But if the last backward was in no_sync()
+        (`_accumulates`), no step is due, and weights are sent again only where the shards have
+        another version than when they were last unsharded.
+        All ranks must decide alike. `_accumulates` is the same on all; `unreduced` of their buckets
+        may differ, if a backward has raised.
         """
         for unit in self._units:
             if not self._accumulates or unit.version != unit.current_version():
@@ -614,7 +632,7 @@ class PlainZero1(Reducer):
         with torch.profiler.record_function(f"start: unshard {unit.name}"):
             for bucket in unit.buckets:
                 if not bucket.lies_in(bucket.sharded, bucket.unsharded):
-                    # This is the cast, before the gather: half the bytes in bf16.
+                    # In bf16 this casts, before the gather, which then sends half the bytes.
                     bucket.local_shard(bucket.unsharded).copy_(bucket.sharded)
                 unit.gathers.append(all_gather(bucket.unsharded, self.shard_group, unit.tag))
 
@@ -660,14 +678,15 @@ class PlainZero1(Reducer):
 
         1. Wait for the bucket before: one at a time, which bounds the memory in flight.
         2. The first time, make bucket.sharded_gradients: `_keep_gradients`.
-        3. What shards have in `.grad` counts as used, and is `earlier` in the sum: Zero2 and Zero3
-           accumulate micro-steps there. (Before a sum it may come to another device: offload.)
-        4. Start the reduce-scatter over the shard group.
-        When it is waited for:
-        5. Add earlier, and all ranks' chunks in rank order. With hybrid sharding first sum over all
-           ranks, groups in order, then add that to earlier: ((earlier + c0) + c1) is another sum.
+        3. A parameter whose shard has a `.grad` counts as locally used. What the shards have there
+           is `earlier`, on the device of the gradients: Zero2 and Zero3 accumulate micro-steps so.
+        4. Start the reduce-scatter over the shard group, with `_reduce_tag`.
+        When that is waited for:
+        5. sharded_gradients = earlier, plus all ranks' chunks in rank order. With hybrid sharding
+           the own chunk is first summed over this group, then over groups, by `AllReduce`; then
+           sharded_gradients = earlier plus that sum. (The order matters for the bits.)
         6. Nothing of the bucket is unreduced any more.
-        7. Free the gradients, unless the means lie in them.
+        7. Free the gradients, unless sharded_gradients lies in them.
         """
         self._wait_for_buckets()
         if bucket.sharded_gradients is None:
@@ -707,7 +726,7 @@ class PlainZero1(Reducer):
     def zero_grad(self, set_to_none=True):
         """Also forgets what no_sync() has held back, and a backward that has raised."""
         super().zero_grad(set_to_none)
-        for bucket in self._sharded:
+        for bucket in self._all_buckets:
             bucket.unreduced.clear()
 
     # ---- parameters and state, the same in every stage
@@ -724,16 +743,16 @@ class PlainZero1(Reducer):
         memory}: beside `named_parameters()` all that it takes to load at another world size."""
         starts = {}
         for name, p in self.module.named_parameters():
-            starts[name], _ = self._bucket_of_any[p].shard_range(p)
+            starts[name], _ = self._sharded_in[p].shard_range(p)
         return starts
 
     @torch.no_grad()
     def full_parameters(self):
-        """Yield (original name, whole parameter in the shards' dtype), a tied one once, holding a
-        unit. A collective: every rank has to go through all of it."""
+        """Yield (original name, whole parameter in the shards' dtype), a tied one once. It holds
+        the whole parameters of one unit. A collective: every rank has to go through all of it."""
         wholes = {}  # {bucket: its whole parameters}, of one unit
         for name, p in self.module.named_parameters():
-            bucket = self._bucket_of_any[p]
+            bucket = self._sharded_in[p]
             if bucket not in wholes:
                 wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
                 whole = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
@@ -752,7 +771,7 @@ class PlainZero1(Reducer):
         found = {}
         for name, t in self.module.state_dict(keep_vars=True).items():
             if t in self._shards:
-                fqn = self._bucket_of_any[t].slots[t].fqn  # a tied one has several names
+                fqn = self._sharded_in[t].slots[t].fqn  # a tied one has several names
                 found[name] = whole[fqn]
             else:
                 found[name] = t.clone()
@@ -783,7 +802,7 @@ class PlainZero1(Reducer):
         self._refuse_misfit(ours, state_dict)
         for name, t in ours.items():
             if t in self._shards:
-                part = self._bucket_of_any[t].part_of(t, state_dict[name])
+                part = self._sharded_in[t].part_of(t, state_dict[name])
                 self._shards[t].copy_(part)
             else:
                 t.copy_(state_dict[name])
@@ -821,14 +840,22 @@ class PlainZero2(PlainZero1):
 # -------------------------------------------------------------------------------------------------
 # stage 3
 #
-# Which of four blocks are whole when: + is being gathered, # is whole. The root always is.
+# Which of four blocks are whole while a block computes: # has its values, + is being gathered, for
+# the next one. The root always is whole.
 #
-#                forward of block          backward of block
-#                 1    2    3    4     4    3    2    1
-#     block 1     #    #    .    .     .    .    +    #       When block 2 begins its forward, its
-#     block 2     +    #    #    .     .    +    #    #       all-gather has begun already; it waits
-#     block 3     .    +    #    #     #    #    #    .       for the rest. Then that of block 3
-#     block 4     .    .    +    #     #    #    .    .       begins, which frees block 1.
+#             forward of          backward of
+#              1  2  3  4          4  3  2  1
+#   block 1    #  .  .  .          .  .  +  #     When block 2 begins its forward, it waits for the
+#   block 2    +  #  .  .          .  +  #  #     rest of its all-gather. Then that of block 3 is
+#   block 3    .  +  #  #          #  #  .  .     started, for which block 1 is freed.
+#   block 4    .  .  +  #          #  .  .  .
+#
+# A rank that skips block 2 takes part in its collectives, in the order of the others:
+#
+#   backward of a rank that uses all   of a rank that skips block 2
+#     use 3, start 2, reduce 3           use 3, start 2, reduce 3
+#     use 2, start 1, reduce 2             (nothing to wait for, but 1 is to be started before)
+#     use 1, reduce 1                    use 1: start 1, reduce 2; reduce 1
 
 
 class PlainZero3(PlainZero2):
@@ -848,14 +875,14 @@ class PlainZero3(PlainZero2):
         _prefetch_order    units that this forward or backward has yet to unshard
         _last_prefetched   the unit that was last taken from it
         _older, _newer     the units that are whole beside the root, or None
-        _notes             contexts of the forwards under way, in which notes are taken
+        _note_contexts     of the forwards under way: in them autograd's saves become notes
         _bucket_in         {memory: the bucket whose whole parameters are there}
     """
 
     def _build_units(self, modules):
         """As stage 1, and what the prefetch order needs."""
         super()._build_units(modules)
-        self._prefetch_order, self._notes, self._bucket_in = [], [], {}
+        self._prefetch_order, self._note_contexts, self._bucket_in = [], [], {}
         self._last_prefetched = None
         self._older, self._newer = None, None
         self._way_back = [self._root, *reversed(self._units[1:])]
@@ -867,23 +894,26 @@ class PlainZero3(PlainZero2):
     # ---- parameters come and go
 
     def _unshard_and_wait(self, unit):
-        """Unshard unit and wait. All units up to it in the prefetch order go first, by
-        `_prefetch_next`, since other ranks may wait for them. At last, while unit is in use, the
-        next one is on its way."""
+        """Unshard unit and wait.
+
+        Before: `_prefetch_next` until unit is not in the prefetch order any more, since other ranks
+        may wait for the units up to it. After: `_prefetch_next` once more, so that the next unit is
+        on its way while unit is in use; but only if there is a next one, if unit was the last that
+        was prefetched (else the next one is on its way already), and if unit is not the older one
+        of the two, as it may be after a call out of order, since then it would free itself."""
         while unit in self._prefetch_order:
             self._prefetch_next()
         super()._unshard_and_wait(unit)
-        # Not if that would free unit itself, which is the older one after a call out of order.
         if self._prefetch_order and unit is self._last_prefetched and unit is not self._older:
             self._prefetch_next()
 
     def _prefetch_next(self):
         """Take the first unit off the prefetch order, note it as last prefetched, and unshard it.
 
-        It may be whole since an earlier use, as the older of the two. Other ranks unshard it now,
-        so that theirs is the newer one: the two must change places, for all ranks to free the same
-        unit next. Then launch the buckets that only waited for this (see `_is_ready`), if this is a
-        backward.
+        It may be whole already, and be the older one of the two: so is block 3 above when block 4
+        begins its backward. Then make it the newer one, since it is needed next, and since on ranks
+        that have to unshard it now it is so, too: all ranks must free the same unit next.
+        In a backward launch the buckets that only waited for this: see `_is_ready`.
         """
         unit = self._prefetch_order.pop(0)
         self._last_prefetched = unit
@@ -895,16 +925,18 @@ class PlainZero3(PlainZero2):
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def _unshard(self, unit):
-        """Unless it is unsharded: reshard the older unit, so that unit is the newer of two (the
-        root does not count); give each of its buckets memory (W S,) in param_dtype, and note in
-        `_bucket_in` whose memory that is; then gather as stage 1."""
+        """Unless unit is unsharded: free the older unit; now unit is the newer one, and the one
+        that was newer is the older. (The root is neither.) Get memory, (W S,) in param_dtype, for
+        all of unit's buckets before any of them is changed, as there may be none. It is
+        bucket.unsharded; note in `_bucket_in` whose it is, by `untyped_storage()._cdata`. Then
+        gather as stage 1."""
         if unit.is_unsharded:
             return
         if unit is not self._root:
             self._reshard(self._older)
             self._older, self._newer = self._newer, unit
         buffers = []
-        for bucket in unit.buckets:  # all or, where memory is out, none
+        for bucket in unit.buckets:
             buffers.append(torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device))
         for bucket, buffer in zip(unit.buckets, buffers):
             bucket.unsharded = buffer
@@ -938,15 +970,15 @@ class PlainZero3(PlainZero2):
     def _use(self, unit):
         """As stage 1. From here to `_post_forward`, what autograd saves of whole units is a note.
         """
-        self._notes.append(self._take_notes())
-        self._notes[-1].__enter__()
+        self._note_contexts.append(self._take_notes())
+        self._note_contexts[-1].__enter__()
         super()._use(unit)
 
     def _post_forward(self, module, inputs, output):
         """As stage 1. The unit around may have been freed meanwhile: unshard it again."""
         super()._post_forward(module, inputs, output)
-        while len(self._notes) > len(self._in_forward):
-            self._notes.pop().__exit__(None, None, None)
+        while len(self._note_contexts) > len(self._in_forward):
+            self._note_contexts.pop().__exit__(None, None, None)
         if self._in_forward:
             _, unit_around = self._in_forward[-1]
             self._unshard_and_wait(unit_around)
@@ -996,7 +1028,8 @@ class PlainZero3(PlainZero2):
     def _take_notes(self):
         """A context in which autograd saves a note for a tensor of a whole unit. All else goes to
         the hooks around, such as those of activation checkpointing."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # True: compiled or not
+        # The forward around may be one of ours: then `outer` has been made below, from our `_pack`.
         takes_notes = outer is not None and getattr(outer[0], "func", None) == self._pack
         if takes_notes or not torch.is_grad_enabled():
             return contextlib.nullcontext()
@@ -1008,9 +1041,12 @@ class PlainZero3(PlainZero2):
     def _pack(self, outer, t):
         """t, a tensor that autograd saves -> (bucket, kept, version).
 
-        If t lies in a whole unit, and is a plain view of the unit's dtype: its bucket; t's shape,
-        strides and offset; the version of the unit's shards. Otherwise None; what outer, the pair
-        of hooks around, makes of t, or without one t itself; t._version.
+        If t lies in the memory of a whole unit, by `_bucket_in`, and is a plain view of it, of its
+        dtype: the bucket there; t's (shape, strides, offset); unit.version.
+        Otherwise: None; what outer[0] makes of t, where outer is the pair of hooks around, or, if
+        outer is None, t.detach(); t._version. A tensor that lies in a whole unit, but is no plain
+        view, such as a complex one, is cloned before, as that memory goes. One that is not strided
+        has no such memory.
         """
         memory = t.untyped_storage()._cdata if t.layout is torch.strided else None
         bucket = self._bucket_in.get(memory)
@@ -1019,15 +1055,17 @@ class PlainZero3(PlainZero2):
             if t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
                 return bucket, (t.shape, t.stride(), t.storage_offset()), bucket.unit.version
             t = t.detach().clone()  # the unit's memory goes
-        # Detached, since t may be the output of the node that saves it, which would be a cycle.
+        # Detached: t may be the output of the node that saves it, and would keep itself alive.
         return None, outer[0](t) if outer else t.detach(), t._version
 
     def _unpack(self, outer, note):
-        """What `_pack` was given: a weight from its unit, which is unsharded again, since this is a
-        sign of a backward; what the hooks around return; or what was kept.
+        """note, what `_pack` has returned -> the tensor that it was given.
 
-        Raises RuntimeError if the unit's shards, or the tensor that was kept, have another version
-        than when `_pack` saw them: autograd's own test does not see notes.
+        With a bucket: this is a sign of a backward (`_notice_backward`); unshard the bucket's unit
+        and wait; return the view of bucket.unsharded. Otherwise return what outer[1] makes of what
+        was kept, which makes tests of its own; or, without outer, what was kept.
+        Raises RuntimeError if the unit's shards have another current_version(), or what was kept
+        another _version, than in the note: autograd's own test does not see notes.
         """
         bucket, kept, version = note
         if bucket is not None:
@@ -1048,8 +1086,8 @@ class PlainZero3(PlainZero2):
 
 
 def swap(pairs):
-    """Exchange each key of pairs with its value, whoever refers to them. A second call undoes it.
-    """
+    """Exchange the contents of each key of pairs with those of its value: who had the one now sees
+    the other. A second call undoes it."""
     for p, q in pairs.items():
         torch.utils.swap_tensors(p, q)
 
@@ -1087,6 +1125,19 @@ def fill_meta(module, unit, device, init_fn):
             raise RuntimeError(f"{unit.name} has a {type(m).__name__} on meta: pass init_fn for it")
     swap(stand_ins)
     return stand_ins
+
+
+# -------------------------------------------------------------------------------------------------
+# private functions of torch that this file uses beside those of ddp.py
+#
+#   t._version                              how often t was written to in place: autograd's own
+#                                           test; otherwise count the optimizer's steps
+#   storage._cdata                          a number for a piece of memory; or its data_ptr()
+#   _top_saved_tensors_default_hooks        the hooks around, such as activation checkpointing's;
+#                                           otherwise those cannot be combined with stage 3
+#   p.__class__ = ..., __torch_function__   for guards: what a parameter may be asked for; torch's
+#                                           UninitializedParameter works like this
+#   _backward_hooks                         for guards: whether a script has put a hook on a shard
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1178,7 +1229,8 @@ class Part(torch.Tensor):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = function.__name__
         if Held in types and name not in HELD:
-            raise RuntimeError(f"{name} of the gradient of a shard, which is held back by no_sync()")
+            raise RuntimeError(f"{name} of the gradient of a shard, which is held back by "
+                               f"no_sync()")
         if name in WHOLE_ONLY:
             raise RuntimeError(f"{name} of the gradient of a shard, which is one rank's part: use "
                                f"clip_grad_norm_(), or take p.grad.as_subclass(torch.Tensor) and "
@@ -1215,17 +1267,25 @@ def agree_on_inf(parts, found_inf):
 
 
 class ShardGuards(Guards):
-    """Before a stage's methods of the same names."""
+    """What `Guards` does, and the rules above."""
+
+    def _build_buckets(self, reduce_dtype, init_fn):
+        on_meta = [p.is_meta for p in self.module.parameters()]
+        if any(on_meta) and not all(on_meta) and init_fn is None:
+            if hasattr(self.module, "init_weights"):
+                self._refuse("some parameters are on meta, and init_weights() would write to the "
+                             "others, too: pass init_fn, which is called for submodules")
+        super()._build_buckets(reduce_dtype, init_fn)
 
     def _add_hooks(self):
         super()._add_hooks()
-        self._own_hook(register_optimizer_step_pre_hook(weakly(self._check_optimizer)))
+        self._remove_at_end(register_optimizer_step_pre_hook(weakly(self._check_optimizer)))
         self._awaits_backward = False  # whether there was a forward since the last backward
         self._hidden = set()  # units whose parameters are Absent
         self._version_of_graphs = {}  # {unit: its version when old graphs were last refused}
         for p, shard in self._shards.items():
             seen = p.data_ptr(), p._version, p.requires_grad
-            p._watch = Watch(self._bucket_of_any[p], shard, type(p), shard.data_ptr(), seen)
+            p._watch = Watch(self._sharded_in[p], shard, type(p), shard.data_ptr(), seen)
         self._hide_all()
 
     # ---- a parameter may be read, or is Absent
@@ -1303,15 +1363,15 @@ class ShardGuards(Guards):
             self._refuse_optimizer_in_backward(self._fqn(p), shard)
 
     def _fqn(self, p):
-        return self._bucket_of_any[p].slots[p].fqn
+        return self._sharded_in[p].slots[p].fqn
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _bring_home(self):
-        """A script may replace `.data` of shards, as in `p.data = p.data - lr * p.grad`, or exchange
-        it, as in `p.data, e.data = e.data, p.data`. Then what was a shard's memory may be somebody
-        else's now. So the bucket moves to new memory, with the new values."""
-        for bucket in self._sharded:
+        """A script may replace `.data` of shards, as in `p.data = p.data - lr * p.grad`, or
+        exchange it, as in `p.data, e.data = e.data, p.data`. Then what was a shard's memory may be
+        e's now. So the bucket moves to new memory, with the new values."""
+        for bucket in self._all_buckets:
             has_moved = False
             for p, slot in bucket.slots.items():
                 if slot.owner.data_ptr() != p._watch.home:
