@@ -18,6 +18,9 @@ stages differ in what a rank keeps whole; for Psi parameters, per rank:
     Zero2  P_os+g    parameters                4 Psi + 12 Psi/W   2 per micro-step
     Zero3  P_os+g+p  nothing                   16 Psi/W           3 per micro-step
 
+(A step may have several backwards, its micro-steps. Zero1 sends once a step if all but the last
+are in no_sync(), by which it holds back gradients, whole, as it has room for them anyway.)
+
 The module keeps its parameters: forward and backward compute with them. The optimizer gets other
 parameters, the shards. (A fused optimizer rounds the last elements of a tensor differently, so that
 its shards do not get the bits of the whole.)
@@ -419,12 +422,6 @@ class PlainZero1(Reducer):
     All ranks make as many backwards in no_sync(). Keep the wrapper: hooks go with it, and without
     them nothing is gathered. An optimizer's state_dict() is this rank's: each rank saves its own,
     or train.py's checkpoints; rank 0's loaded everywhere is wrong, and is not noticed.
-
-    Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
-    as a norm; `numpy` of a shard's gradient; a view of a gradient that is kept over the next
-    backward; writes into `.data` of shards between micro-steps in no_sync(), in stages 1 and 2; a
-    freeze, or zero_grad() of the module, between forward and backward; views of parameters that
-    were made before wrapping; on meta, what `init_weights()` leaves out.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
@@ -1193,9 +1190,10 @@ class Absent(torch.nn.Parameter):
         name = function.__self__.__name__ if is_attribute else function.__name__
         is_set = is_attribute and len(args) == 2
         is_written = name == "copy_" or name == "data" and is_set
-        p = first_of(cls, args)
-        if p is None:
+        absent = [t for t in args if isinstance(t, cls)]
+        if not absent:
             raise RuntimeError(f"{name} of a list of parameters: {ABSENT}")
+        p = absent[0]
         bucket, shard = p._watch.bucket, p._watch.shard
         with torch._C.DisableTorchFunctionSubclass():
             if is_attribute and name == "grad" and not in_backward():
@@ -1211,14 +1209,6 @@ class Absent(torch.nn.Parameter):
 
 ABSENT = ("a parameter has a value in forward and backward; else use parameters(), "
           "full_parameters() or, to save, as by save_pretrained(state_dict=...), full_state_dict()")
-
-
-def first_of(kind, values):
-    """The first of values that is of this kind, or None."""
-    for value in values:
-        if isinstance(value, kind):
-            return value
-    return None
 
 
 class Part(torch.Tensor):
@@ -1267,7 +1257,16 @@ def agree_on_inf(parts, found_inf):
 
 
 class ShardGuards(Guards):
-    """What `Guards` does, and the rules above."""
+    """With guards: outside of a forward and its backward nobody reads a parameter of the module;
+    what a script puts in the place of a shard, or writes to a parameter in a forward, is taken
+    over; of a shard's `.grad` nobody takes a norm.
+
+    Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
+    as a norm; `numpy` of a shard's gradient; a view of a gradient that is kept over the next
+    backward; writes into `.data` of shards between micro-steps in no_sync(), in stages 1 and 2; a
+    freeze, or zero_grad() of the module, between forward and backward; views of parameters that
+    were made before wrapping; on meta, what `init_weights()` leaves out.
+    """
 
     def _build_buckets(self, reduce_dtype, init_fn):
         on_meta = [p.is_meta for p in self.module.parameters()]
@@ -1487,12 +1486,12 @@ class ShardGuards(Guards):
 
 
 class Zero1(ShardGuards, PlainZero1):
-    __doc__ = PlainZero1.__doc__
+    __doc__ = f"{PlainZero1.__doc__}\n    {ShardGuards.__doc__}"
 
 
 class Zero2(ShardGuards, PlainZero2):
-    __doc__ = PlainZero2.__doc__
+    __doc__ = f"{PlainZero2.__doc__}\n    {ShardGuards.__doc__}"
 
 
 class Zero3(ShardGuards, PlainZero3):
-    __doc__ = PlainZero3.__doc__
+    __doc__ = f"{PlainZero3.__doc__}\n    {ShardGuards.__doc__}"
