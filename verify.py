@@ -807,8 +807,8 @@ def stage_1_is_its_oracle(**case):
     parity("zero1 by hand", ("zero1",), **case)
 
 
-@check(dict(W=2, accumulation=2), dict(W=3, modules=("odd", "again")), dict(
-           W=3, modules=("experts", "skipping")),
+@check(dict(W=2, accumulation=2, modules=("gpt", "mixed", "lora", "caller")),
+       dict(W=3, modules=("odd", "again")), dict(W=3, modules=("experts", "skipping")),
        full=grid(W=(1, 2, 3, 4), accumulation=(1, 2)))
 def guards_change_nothing(modules=tuple(ZOO), **case):
     """Without the guards, whose names begin with Plain, DDP and the stages give the same bits by
