@@ -237,6 +237,7 @@ class Slot:
     strides: tuple  # in the buffer, where there are no gaps
     start: int  # its first element in the flat buffer
     owner: torch.Tensor  # whose `.grad` becomes the mean: the parameter; in ZeRO its shard
+    taken: torch.Tensor | None = None  # in ZeRO: that `.grad`, while a bucket is being reduced
 
 
 class Bucket:
@@ -273,15 +274,16 @@ class Bucket:
     def put(self, p, scale):
         """Write p.grad, times scale, to its place in `gradients`, and let `p.grad` be that place:
         so the sum over ranks will be in `p.grad`, and autograd adds the next micro-step there. If
+        it is there already, `p.grad` stays the same object, as scripts keep lists of gradients. If
         p.grad is None, as this backward did not use p, write zeros, and leave it None. Returns
         whether there is a gradient."""
         place = self.place_of_gradient(p)
         if p.grad is None:
             place.zero_()  # other ranks may have used p
             return False
-        # p.grad may be the place already. One pass over memory, not a copy and a product.
-        torch.mul(p.grad, scale, out=place)
-        p.grad = place  # frees what autograd has made
+        torch.mul(p.grad, scale, out=place)  # one pass over memory, not a copy and a product
+        if p.grad.data_ptr() != place.data_ptr():
+            p.grad = place  # frees what autograd has made
         return True
 
     def give_mean(self, p):
@@ -1026,11 +1028,13 @@ class Guards:
         super()._mark_param_ready(p)
 
     def _finalize_backward(self):
-        super()._finalize_backward()
-        for p, bucket in self._bucket_of.items():
-            gradient = bucket.slots[p].owner.grad
-            if gradient is not None:
-                self._given[p] = weakref.ref(gradient)
+        try:
+            super()._finalize_backward()
+        finally:  # it may raise after it has given gradients
+            for p, bucket in self._bucket_of.items():
+                gradient = bucket.slots[p].owner.grad
+                if gradient is not None:
+                    self._given[p] = weakref.ref(gradient)
 
 
 class NoReducer:

@@ -934,8 +934,9 @@ def factors_divide_once():
 
 
 class Batch(dict):
-    """As libraries have them: attributes are keys."""
+    """As libraries have them: attributes are keys, and nothing can be changed."""
     x = property(lambda self: self["x"])
+    __setitem__ = planted
 
 
 class Unpacks(nn.Linear):
@@ -1418,6 +1419,39 @@ def keeps_gradients(s):
             p -= gradient
 
 
+@script()
+def caches_gradients(s):
+    s.loss().backward()
+    cached = [p.grad for p in s.parameters]
+    s.optimizer.zero_grad(set_to_none=False)
+    s.loss().backward()
+    for gradient in cached:
+        gradient *= 0.5
+    s.optimizer.step()
+    s.optimizer.zero_grad()
+    s.step()
+    with torch.no_grad():
+        for p, gradient in zip(s.parameters, cached):
+            p -= gradient
+    torch.save([p.grad for p in s.parameters], os.devnull)
+
+
+@script()
+def adds_a_penalty_to_what_no_sync_holds(s):
+    s.hold()
+    (s.loss() + sum(p.square().sum() for p in s.parameters)).backward()
+    s.optimizer.step()
+
+
+def frozen():
+    net = Net()
+    net.head.requires_grad_(False)
+    return net
+
+
+script(CHANGED, CHANGED, frozen)(lambda s: (s.model.requires_grad_(True), s.step()))
+
+
 def infinite(gradient):
     gradient = gradient.clone()
     gradient.view(-1)[0] = math.inf  # in one shard
@@ -1430,6 +1464,8 @@ def scales_and_finds_an_inf(s):
     for has_inf in (False, True, False):
         handle = s.module.head.weight.register_hook(infinite if has_inf else torch.clone)
         scaler.scale(s.loss()).backward()
+        for p in s.parameters:
+            p.grad = p.grad.clone()
         scaler.step(s.optimizer)
         scaler.update()
         s.optimizer.zero_grad()

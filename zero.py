@@ -43,7 +43,7 @@ from mistakes: `Zero3` is `PlainZero3` behind `ShardGuards`. `from zero import P
 switches them off, and no bit changes.
 """
 
-import collections.abc
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -269,23 +269,31 @@ class ShardedBucket(Bucket):
         return self.shard_view(p, self.sharded_gradients).data
 
     def give_mean(self, p):
-        """The mean of p's gradient, or this rank's part of it, becomes `.grad` of its shard."""
-        shard, mean = self.slots[p].owner, self.place_of_mean(p)
-        if shard.grad is not None:
-            mean += shard.grad  # a loss over the shards has brought it
-        shard.grad = mean
+        """The mean of p's gradient, or this rank's part of it, becomes `.grad` of its shard: the
+        object that it was before, if there was one, as scripts keep lists of gradients."""
+        slot, mean = self.slots[p], self.place_of_mean(p)
+        if slot.owner.grad is not None:
+            mean += slot.owner.grad  # a loss over the shards has brought it
+        gradient = mean
+        if slot.taken is not None:
+            gradient = slot.taken
+            gradient.data = mean
+            slot.taken = None
+        slot.owner.grad = gradient
 
     def take_accumulated(self):
         """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if all are None.
-        They are None from now on, or `give_mean` would add them a second time.
+        They are None from now on, or `give_mean` would add them a second time, and are kept as
+        slot.taken until then.
 
         In general each is still where `give_mean` has put it: then `sharded_gradients` itself is
         returned, and no memory is needed. But a script may have replaced some, or set them to None:
         then they are copied to a new buffer of zeros."""
         found = {}
         for p, slot in self.slots.items():
-            if slot.owner.grad is not None:
-                found[p] = slot.owner.grad
+            slot.taken = slot.owner.grad
+            if slot.taken is not None:
+                found[p] = slot.taken
                 slot.owner.grad = None
         if not found:
             return []
@@ -350,21 +358,20 @@ def unless_compiling(hook):
 
 
 def cast_floats(inputs, dtype):
-    """Inputs of a forward with all floating-point tensors in dtype. Containers keep their types,
-    subclasses of dict too, which `tree_map` does not look into."""
-    def is_mapping(value):
-        return isinstance(value, collections.abc.MutableMapping)
+    """Inputs of a forward with all floating-point tensors in dtype. Subclasses of dict, into which
+    `tree_map` does not look, are made anew from pairs, as torch's DDP does it."""
+    known = dict, collections.OrderedDict, collections.defaultdict
+
+    def is_subclass(value):
+        return isinstance(value, dict) and type(value) not in known
 
     def cast(value):
-        if is_mapping(value):
-            changed = copy.copy(value)
-            for key in value:
-                changed[key] = cast_floats(value[key], dtype)
-            return changed
+        if is_subclass(value):
+            return type(value)((key, cast_floats(value[key], dtype)) for key in value)
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(dtype) if is_float else value
 
-    return tree_map(cast, inputs, is_leaf=is_mapping)
+    return tree_map(cast, inputs, is_leaf=is_subclass)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -386,7 +393,7 @@ def cast_floats(inputs, dtype):
 #   _post_forward          the last one ends the forward     .                ... and unshard the
 #                                                                             unit around again
 #   _end_forward           wait for units that were skipped  .                ... finish the order
-#   _prepare_for_backward  clone means that are in the way   .                ... plan the way back
+#   _prepare_for_backward  means that are in the way go      .                ... plan the way back
 #   _is_ready              (R) a bucket has its gradients    .                ... and the next unit
 #                                                                             is on its way
 #   _reduce                reduce-scatter a bucket           .                .
@@ -659,15 +666,15 @@ class PlainZero1(Reducer):
     # ---- backward: reduce gradients to the owners of the shards
 
     def _prepare_for_backward(self, task):
-        """As `Reducer`. Means of the last backward may lie in the buffers that this one fills:
-        clone them."""
+        """As `Reducer`. Means of the last backward may lie in the buffers that this one fills: give
+        them other memory."""
         super()._prepare_for_backward(task)
         for bucket in self._buckets:
             means = bucket.sharded_gradients
             if means is not None and bucket.lies_in(means, bucket.gradients):
                 for slot in bucket.slots.values():
                     if slot.owner.grad is not None:
-                        slot.owner.grad = slot.owner.grad.clone()
+                        slot.owner.grad.data = slot.owner.grad.data.clone()
 
     def _reduce(self, bucket):
         """Start to send each rank its chunk of bucket's gradients -> a function that waits, and
@@ -723,6 +730,7 @@ class PlainZero1(Reducer):
     def zero_grad(self, set_to_none=True):
         """Also forgets what no_sync() has held back, and a backward that has raised."""
         super().zero_grad(set_to_none)
+        self._accumulates = False
         for bucket in self._all_buckets:
             bucket.unreduced.clear()
 
@@ -1212,13 +1220,15 @@ ABSENT = ("a parameter has a value in forward and backward; else use parameters(
 
 
 class Part(torch.Tensor):
-    """`.grad` of a shard from a backward to the step, and what is computed from it. It is pickled
-    as a Tensor, so that files do not need this class."""
+    """`.grad` of a shard from a backward to the step, and what is computed from it. It is copied
+    and pickled as a Tensor, so that files do not need this class. Each wrapper has a subclass of
+    its own, with the shard_group."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = function.__name__
-        if Held in types and name not in HELD:
+        is_held = any(issubclass(kind, Held) for kind in types)
+        if is_held and name not in HELD:
             raise RuntimeError(f"{name} of the gradient of a shard, which is held back by "
                                f"no_sync()")
         if name in WHOLE_ONLY:
@@ -1230,12 +1240,15 @@ class Part(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
             if name == UNSCALE:
-                agree_on_inf(args[0], args[1])
+                agree_on_inf(args[1], cls.shard_group)
         is_new = not any(result is t for t in args)
         is_part = is_new and name not in COMPARES and name != "as_subclass"
         if is_part and type(result) is torch.Tensor:
-            result.__class__ = Part
+            result.__class__ = cls
         return result
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
@@ -1248,9 +1261,8 @@ class Held(Part):
         self.__class__ = torch.Tensor
 
 
-def agree_on_inf(parts, found_inf):
+def agree_on_inf(found_inf, group):
     """A GradScaler skips a step if it has found an inf: if one rank has, all must."""
-    group = parts[0].shard_group
     found = found_inf.to(dist.distributed_c10d._get_object_coll_device(group))
     dist.all_reduce(found, dist.ReduceOp.MAX, group)
     found_inf.copy_(found)
@@ -1263,7 +1275,7 @@ class ShardGuards(Guards):
 
     Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
     as a norm; `numpy` of a shard's gradient; a view of a gradient that is kept over the next
-    backward; writes into `.data` of shards between micro-steps in no_sync(), in stages 1 and 2; a
+    backward; writes into `.data` of shards after a backward in no_sync(), in stages 1 and 2; a
     freeze, or zero_grad() of the module, between forward and backward; views of parameters that
     were made before wrapping; on meta, what `init_weights()` leaves out.
     """
@@ -1281,6 +1293,8 @@ class ShardGuards(Guards):
         self._remove_at_end(register_optimizer_step_pre_hook(weakly(self._check_optimizer)))
         self._awaits_backward = False  # whether there was a forward since the last backward
         self._hidden = set()  # units whose parameters are Absent
+        self._part_class = type("Part", (Part,), {"shard_group": self.shard_group})
+        self._held_class = type("Held", (Held,), {"shard_group": self.shard_group})
         self._version_of_graphs = {}  # {unit: its version when old graphs were last refused}
         for p, shard in self._shards.items():
             seen = p.data_ptr(), p._version, p.requires_grad
@@ -1323,10 +1337,7 @@ class ShardGuards(Guards):
             p.__class__ = p._watch.kind
         super()._wait_for_unshard(unit)
         for p in unit.parameters:
-            requires_grad = p._watch.shard.requires_grad
-            if p.requires_grad != requires_grad:
-                p.requires_grad = requires_grad
-            p._watch.seen = p.data_ptr(), p._version, requires_grad
+            p._watch.seen = p.data_ptr(), p._version, p.requires_grad
         self._hidden.discard(unit)
 
     def _unshard(self, unit):
@@ -1357,6 +1368,8 @@ class ShardGuards(Guards):
 
     def _check_shards(self):
         for p, shard in self._shards.items():
+            if p.requires_grad != shard.requires_grad:  # a script has frozen or unfrozen the shard
+                p.requires_grad = shard.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
                 self._refuse(f"{self._fqn(p)}: a shard's hooks do not run: hook the module's")
             self._refuse_optimizer_in_backward(self._fqn(p), shard)
@@ -1393,12 +1406,12 @@ class ShardGuards(Guards):
 
     @torch.compiler.disable
     def _prepare_forward(self):
+        self._hide_all()
+        self._bring_home()
         self._check_shards()
         super()._prepare_forward()
 
     def _begin_forward(self, module):
-        self._hide_all()
-        self._bring_home()
         if torch.is_grad_enabled():
             self._awaits_backward = True
         super()._begin_forward(module)
@@ -1411,14 +1424,16 @@ class ShardGuards(Guards):
     # ---- backward: a shard's `.grad` is a Part, or Held
 
     def _prepare_for_backward(self, task):
-        """Take the marks away; where no_sync() held a gradient back and the mark is gone already,
-        zero_grad() of an optimizer has dropped it."""
+        """Take the marks away. Where no_sync() held a gradient back and the mark is gone already,
+        zero_grad() of an optimizer has dropped it. Where a loss over shards has added to the mark,
+        by which its version is above 0, it is a gradient."""
         for bucket in self._buckets:
             for p, slot in bucket.slots.items():
                 gradient = slot.owner.grad
-                if p in bucket.unreduced and type(gradient) is not Held:
+                if p in bucket.unreduced and not isinstance(gradient, Held):
                     bucket.unreduced.discard(p)
-                if type(gradient) is Held and gradient is p._watch.mark:
+                is_mark = isinstance(gradient, Held) and gradient is p._watch.mark
+                if is_mark and gradient._version == 0:
                     slot.owner.grad = None
                 elif isinstance(gradient, Part):
                     gradient.__class__ = torch.Tensor
@@ -1438,8 +1453,7 @@ class ShardGuards(Guards):
                     p._watch.mark = torch.zeros_like(slot.owner)
                     slot.owner.grad = p._watch.mark
                 if slot.owner.grad is not None:
-                    slot.owner.grad.__class__ = Held if is_held else Part
-                    slot.owner.grad.shard_group = self.shard_group  # for `agree_on_inf`
+                    slot.owner.grad.__class__ = self._held_class if is_held else self._part_class
         if not self._in_forward:
             self._hide_all()
 
@@ -1463,12 +1477,12 @@ class ShardGuards(Guards):
         if self._awaits_backward and not has_closure and all(p.grad is None for p in given):
             self._refuse(f"{name} steps after no backward, or one with inputs=, which is not "
                          f"supported")
-        self._check_shards()
         self._hide_all()
+        self._check_shards()
         if type(optimizer).__module__.startswith("torch.optim."):
             # They work element by element, and a Part would cost them time.
             for shard in given:
-                if type(shard.grad) is Part:
+                if isinstance(shard.grad, Part):
                     shard.grad.__class__ = torch.Tensor
 
     def full_parameters(self):
