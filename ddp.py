@@ -133,11 +133,9 @@ def exchange(sends, receives, process_group, tag):
     """Start to send the r-th of sends to rank r, and to receive the r-th of receives from it ->
     a function that waits. This rank's own, and empty ones, are left out."""
     messages = []
-    for peer in range(dist.get_world_size(process_group)):
-        if peer == dist.get_rank(process_group):
-            continue
-        for operation, tensor in ((dist.irecv, receives[peer]), (dist.isend, sends[peer])):
-            if tensor.numel() > 0:
+    for operation, tensors in ((dist.irecv, receives), (dist.isend, sends)):
+        for peer, tensor in enumerate(tensors):
+            if peer != dist.get_rank(process_group) and tensor.numel() > 0:
                 messages.append(dist.P2POp(operation, tensor, group=process_group, tag=tag,
                                            group_peer=peer))
     works = dist.batch_isend_irecv(messages) if messages else []
