@@ -1346,6 +1346,7 @@ class ShardGuards(Guards):
         super()._unshard(unit)
 
     def _reshard(self, unit):
+        """Stage 3 only: unit's parameters become Absent."""
         if unit is None or not unit.is_unsharded:
             return
         self._wait_for_unshard(unit)
@@ -1392,6 +1393,7 @@ class ShardGuards(Guards):
                 self._move(bucket)
 
     def _move(self, bucket):
+        """Copy the shards' values to new memory, and the shards with them."""
         values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
         own = bucket.local_shard(values)
         for p, slot in bucket.slots.items():
@@ -1468,7 +1470,8 @@ class ShardGuards(Guards):
         if given.isdisjoint(self._shards.values()):
             return
         name = type(optimizer).__name__
-        has_closure = len(arguments) > 1 or options.get("closure") is not None
+        closures = [*arguments[1:], options.get("closure")]  # which will make a backward
+        has_closure = any(closure is not None for closure in closures)
         if any(word in name.lower() for word in NOT_ELEMENTWISE):
             self._refuse(f"{name} looks at whole parameters, and would see parts: use DDP")
         if any(bucket.unreduced for bucket in self._buckets):
