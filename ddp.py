@@ -8,12 +8,12 @@ ranks step with the mean of their gradients.
     optimizer.step(); optimizer.zero_grad()
 
 Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (Li et al., arXiv
-2006.15704, section 3.2): parameters are divided among buckets of 25 MB, the last ones first, since
-the backward reaches them first. A hook on each parameter moves its gradient, times 1/W, into the
-bucket's flat buffer. A full bucket is summed over ranks while the backward goes on. A callback at
-the end of the backward waits for the rest. (A product with 1/W is rounded, unless W is a power of
-two. train.py wants the same bits for every W. So it calls `set_gradient_divide_factor(1)`, by which
-buckets are only summed, and divides once, after the sum: see `clip_gradients_`.)
+2006.15704, section 3.2): parameters are divided among buckets of 25 MB, the last parameters first,
+since the backward reaches them first. A hook on each parameter moves its gradient, times 1/W, into
+the bucket's flat buffer. A full bucket is summed over ranks while the backward goes on. A callback
+at the end of the backward waits for the rest. (A product with 1/W is rounded, unless W is a power
+of two. train.py wants the same bits for every W. So it calls `set_gradient_divide_factor(1)`, by
+which buckets are only summed, and divides once, after the sum: see `clip_gradients_`.)
 
 How it differs from torch's: the W contributions to an element are added in rank order,
 ((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
@@ -72,8 +72,8 @@ def average_gradients(module, process_group=None, divide_factor=None):
             continue
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        # Before the sum: at W = 2 torch adds fp16 in fp16, and a sum could overflow. A product with
-        # 1 / factor and a division by factor round differently; DDP below takes the product, too.
+        # Before the sum, as DDP below must: at W = 2 torch adds fp16 in fp16, which could overflow.
+        # A product with 1 / factor and a division by factor round differently: DDP multiplies, too.
         p.grad.mul_(1 / factor)
         contributions = list(p.grad.new_empty(W, *p.shape))
         dist.all_gather(contributions, p.grad.contiguous(), group=process_group)
@@ -97,8 +97,9 @@ def count_ranks(flags, device, process_group):
 def add_in_rank_order(contributions, out):
     """out = ((c0 + c1) + c2) + ..., where out may have any dtype, and may be one of them.
 
-    contributions: tensors c0, c1, ... of one shape, in rank order. c0 is overwritten by the sum.
-    But if it has 16 bits the sum is made in fp32, and rounded once, to out. out is written last.
+    contributions: tensors c0, c1, ... of one shape, in rank order. The sum is made in c0's memory,
+    then copied to out, unless that is the same memory. If c0 has 16 bits, the sum is made in fp32
+    in memory of its own, and rounded once, to out.
     """
     total, *rest = contributions
     if total.dtype.itemsize == 2:
@@ -124,7 +125,7 @@ def add_in_rank_order(contributions, out):
 # One after the other they are an all-reduce. Each costs (W-1)/W of the buffer's elements sent.
 #
 # Each function starts the communication, and returns a function that waits for its end. On an
-# accelerator its stream waits there, and the CPU goes on. Call all of them on the stream of the
+# accelerator the current stream waits, and the CPU goes on. Call all of them on the stream of the
 # forward. On accelerators all ranks have to make all calls in one order. On CPU the tag tells
 # messages apart, so the order may differ between calls with different tags.
 
@@ -153,9 +154,9 @@ def reduce_scatter(flat, process_group=None, tag=0):
     """Start to send each rank its chunk of flat, 1-D -> a function finish(out, earlier), which
     waits and adds. The chunks are those of `Tensor.tensor_split(W)`.
 
-    finish writes to out the sum, by `add_in_rank_order`, of the tensors in the list earlier, if
-    there are any, and then of what each rank has in this rank's chunk. Without arguments out is
-    this rank's chunk of flat itself, so the sum is in place.
+    finish writes to out the sum, by `add_in_rank_order`, of the tensors in the list earlier (ZeRO
+    has the sum of earlier micro-steps there), and then of what each rank has in this rank's chunk.
+    Without arguments out is this rank's chunk of flat itself, so the sum is in place.
 
     Costs (W-1)/W of flat's elements sent, and as much memory for those that arrive, which finish
     frees. Not torch's own: that adds in an order of its own, and 16-bit numbers in 16 bits. Not
@@ -190,8 +191,9 @@ def all_gather(flat, process_group=None, tag=0):
 
 
 class AllReduce:
-    """Sum flat, 1-D, over ranks in place. The constructor starts it. `send_sum` begins the second
-    half, as soon as somebody has time to call it; `wait` does so too, and waits for the end."""
+    """Sum flat, 1-D, over ranks in place. The constructor starts the reduce-scatter. `start_gather`
+    waits for that and starts the all-gather: call it before the next bucket is started. `wait` does
+    so too, if nobody has, and waits for the end."""
 
     def __init__(self, flat, process_group=None, tag=0):
         self.flat, self.process_group, self.tag = flat, process_group, tag
@@ -204,14 +206,14 @@ class AllReduce:
             work = dist.all_reduce(flat, group=process_group, async_op=True)
             self.wait_for_gather = work.wait
 
-    def send_sum(self):
-        """Wait until the own chunk is summed, and start to send it, unless that was done."""
+    def start_gather(self):
+        """Wait until this rank's chunk is summed, and start to send it, unless that was done."""
         if self.wait_for_gather is None:
             self.wait_for_sum()
             self.wait_for_gather = all_gather(self.flat, self.process_group, self.tag)
 
     def wait(self):
-        self.send_sum()
+        self.start_gather()
         self.wait_for_gather()
 
 
@@ -296,11 +298,12 @@ def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
 
     A list has parameters of one kind: one device, one dtype, all trained or all frozen. Each kind
     has a list of its own that is filling; a parameter of another kind does not close it.
-    A parameter that would bring its list above the limit closes it, and opens the next one. So a
-    parameter above the limit is alone. The limit is first_bytes until the first list is closed, so
-    that communication starts early. It doubles with every list that is closed, of whichever kind,
-    up to cap_bytes. (To close a list after it has exceeded its limit would be worse: the head could
-    share one with the embedding, and wait for the end of the backward.)
+    A parameter that would bring its list above the limit, in bytes, closes it, and opens the next
+    one. So one that is larger than the limit is alone. The limit is first_bytes until the first
+    list is closed, so that communication starts early. After that it doubles with every list that
+    is closed, of whichever kind, up to cap_bytes. (To close a list after it has exceeded its limit
+    would be worse: the head could share one with the embedding, and wait for the end of the
+    backward.)
     """
     full = []
     filling = {}  # {kind: a list}
@@ -339,7 +342,8 @@ class Backward:
 
         task          the engine's number of it
         unready       parameters whose gradient it has yet to bring
-        is_averaging  whether gradients are averaged: not in no_sync(), nor if it brings none
+        is_averaging  whether gradients are averaged: not in no_sync(), nor in a backward that
+                      reaches none of the parameters
         scale         what gradients are multiplied by before the sum
         locally_used  parameters that this rank has used: this backward has brought a gradient, or
                       no_sync() has held one back
@@ -434,8 +438,8 @@ class Reducer(torch.nn.Module):
 
     @torch.compiler.disable  # torch.compile of all would trace what is to be asked each time
     def _prepare_forward(self):
-        """Copy rank 0's buffers to all ranks. As in torch, not if the forward before was under
-        no_grad() or no_sync(), which leave buffers as they were, or as the ranks want them."""
+        """Copy rank 0's buffers to all ranks; as in torch, not if the forward before ran under
+        no_grad() or in no_sync()."""
         if self._buffers_are_due and self.forward_sync_buffers and not in_backward():
             broadcast([t for _, t in self._named("buffers")], self.process_group)
         self._buffers_are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -493,7 +497,7 @@ class Reducer(torch.nn.Module):
         """Find out which gradients this backward will bring, and whether it averages."""
         unready = set()
         if self.require_backward_grad_sync:
-            # Only parameters that this backward reaches: others must not delay their bucket. In
+            # Only parameters that this backward reaches: a bucket must not wait for the others. In
             # torch.autograd.grad() of a parameter the engine raises here: nothing would average.
             for p, node in self._accumulate_grad.items():
                 if torch._C._will_engine_execute_node(node):
@@ -502,16 +506,16 @@ class Reducer(torch.nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._finalize_backward)
 
     def _scale_before_sum(self):
-        """What gradients are multiplied by before the sum, which might overflow."""
+        """What gradients are multiplied by. Before the sum, so that it does not overflow."""
         return 1 / self.gradient_divide_factor
 
     def _mark_param_ready(self, p):
         """Hook of p: autograd has added all that this backward adds to `p.grad`.
 
         p is no longer unready. Move its gradient into its bucket, times the backward's scale if
-        gradients are averaged, otherwise times 1. p is locally used if there was a gradient. It is
-        so, too, if there was none, since autograd has left it undefined, and the script does not
-        expect unused parameters, as in torch's DDP. Launch the buckets that are ready."""
+        gradients are averaged, otherwise times 1. If there was a gradient, p is locally used. If
+        autograd has left it undefined (`p.grad` is None), p still counts as used when
+        find_unused_parameters=False, as in torch's DDP. Launch the buckets that are ready."""
         backward = self._backward
         backward.unready.discard(p)
         scale = backward.scale if backward.is_averaging else 1.0
@@ -534,7 +538,7 @@ class Reducer(torch.nn.Module):
                 return
             backward.to_launch.pop(0)
             for p in bucket.slots:
-                # This backward did not reach p, but no_sync() may have held a gradient back.
+                # This backward has brought no gradient of p, but no_sync() may have held one back.
                 if p not in backward.locally_used and bucket.put(p, backward.scale):
                     backward.locally_used.add(p)
             first_slot = next(iter(bucket.slots.values()))
@@ -577,7 +581,7 @@ class Reducer(torch.nn.Module):
         if backward.is_averaging:
             self._launch_ready_buckets(at_end=True)
             self._wait_for_buckets()
-            n_ranks = self._count_users()
+            n_ranks = self._count_ranks_that_used()
         unused = []
         for p, n in zip(self._names, n_ranks):
             if n > 0:
@@ -590,14 +594,13 @@ class Reducer(torch.nn.Module):
             self._refuse(f"no gradient in this backward, on some rank, for {unused}: freeze them, "
                          f"or pass find_unused_parameters=True, or use_reentrant=False")
 
-    def _count_users(self):
-        """[on how many ranks each parameter was used]."""
+    def _count_ranks_that_used(self):
+        """[on how many ranks each parameter was used]; W for all if this rank need not know."""
         is_used = [p in self._backward.locally_used for p in self._names]
         device = next(iter(self._names)).device
         wait = count_ranks(is_used, device, self.process_group)
         if all(is_used) and self.find_unused_parameters:
-            # This rank need not wait for the numbers: it has used all, so each was used by a rank,
-            # and nobody wants to hear which ones other ranks have not used.
+            # It has used all, so each was used by some rank, and unused ones need not be named.
             return [self.world_size] * len(is_used)
         return self._wait_for("agree on use", wait)
 
@@ -688,11 +691,11 @@ class PlainDDP(Reducer):
             W = 2, factor 2: it is (a + b) / 2, and becomes 2 (a + b) / 2 / 2, which is right
 
         So divide it by W / factor first."""
-        times_too_large = self.world_size / self.gradient_divide_factor
-        if self._has_averaged and times_too_large != 1:
+        growth = self.world_size / self.gradient_divide_factor
+        if self._has_averaged and growth != 1:
             for p in self._names:
                 if p.grad is not None:
-                    p.grad.div_(times_too_large)
+                    p.grad.div_(growth)
         super()._prepare_for_backward(task)
 
     def _scale_before_sum(self):
@@ -709,7 +712,7 @@ class PlainDDP(Reducer):
         if launched:
             # While this bucket filled, the chunks of the one before have arrived: send their sum.
             what, _ = launched[-1]
-            self._wait_for(what, self._all_reduce.send_sum)
+            self._wait_for(what, self._all_reduce.start_gather)
         self._all_reduce = AllReduce(bucket.gradients, self.process_group, self._first_tag)
         return self._all_reduce.wait
 

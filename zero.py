@@ -77,12 +77,13 @@ ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS ke
 # Every rank computes all gradients, as in DDP. But it updates only its piece, 1/W of each
 # parameter, so it needs 1/W of the optimizer's state: P_os. The stages compute the same, earlier:
 # in buckets, during the backward and the next forward. (Their cuts are elsewhere, between chunks of
-# a bucket; an optimizer that works element by element does not see that.)
+# a bucket; an optimizer that works element by element does not see that. And they send rank 0's
+# buffers before a forward, as torch's DDP does.)
 
 
 def own_piece(t, process_group):
     """A view of this rank's piece of t, which is contiguous: its elements are cut into W pieces by
-    `tensor_split`. It has as many dimensions as t, (n, 1, ..., 1)."""
+    `tensor_split`. It has as many dimensions as t, (n, 1, ..., 1); (n,) if t has none."""
     pieces = t.reshape(-1).tensor_split(dist.get_world_size(process_group))
     piece = pieces[dist.get_rank(process_group)]
     return piece.view(-1, *[1] * (t.dim() - 1))
@@ -90,8 +91,8 @@ def own_piece(t, process_group):
 
 @torch.no_grad()
 def make_shards(module, process_group=None):
-    """Start with rank 0's values -> {parameter of module: its shard}. A shard is a Parameter for
-    the optimizer: a copy of this rank's piece."""
+    """Start with rank 0's parameters and buffers -> {parameter of module: its shard}. A shard is a
+    Parameter for the optimizer, a copy of this rank's piece; frozen if the parameter is."""
     shards = {}
     broadcast([*module.parameters(), *module.buffers()], process_group)
     for p in module.parameters():
@@ -103,8 +104,8 @@ def make_shards(module, process_group=None):
 @torch.no_grad()
 def reduce_gradients(shards, process_group=None):
     """After a backward: assign to each shard's `.grad` its piece of the mean over ranks, and set
-    that of the parameter to None. None counts as zero, and stays None where no rank has a gradient.
-    """
+    the parameter's `.grad` to None. Gradients are multiplied by 1/W, then summed in rank order. A
+    missing one counts as zero; where no rank has one the shard's is None."""
     W = dist.get_world_size(process_group)
     trained = [p for p in shards if p.requires_grad]
     if not trained:
@@ -116,7 +117,7 @@ def reduce_gradients(shards, process_group=None):
             gradient = torch.zeros_like(p) if p.grad is None else p.grad
             flat = gradient.reshape(-1) * (1 / W)
             reduce_scatter(flat, process_group)()  # now this rank's piece of flat is the sum
-            shards[p].grad = own_piece(flat.view(p.shape), process_group)
+            shards[p].grad = own_piece(flat.view(p.shape), process_group).clone()  # frees flat
         p.grad = None
 
 
@@ -143,7 +144,8 @@ class ShardedBucket(Bucket):
         sharded            (S,) in the parameters' own dtype: the optimizer's shards are views of it
         gradients          (W S,) in reduce_dtype: this rank's gradients, or None
         sharded_gradients  (S,) as sharded: the means; the shards' `.grad` are views of it
-        unreduced          parameters whose gradient is in gradients, and is not yet reduced
+        unreduced          parameters whose gradient of this backward, or of one in no_sync(), is in
+                           gradients, and is not yet reduced
 
     Whose memory is whose on rank 0 of two, where c0 and c1 are chunks of parameters, g0 and g1 of
     gradients:
@@ -174,13 +176,13 @@ class ShardedBucket(Bucket):
 
     # ---- which elements are this rank's
 
-    def local_shard(self, buffer):
-        """This rank's chunk, (S,), of a (W S,) buffer."""
+    def own_chunk(self, buffer):
+        """This rank's chunk of a (W S,) buffer: a view, (S,)."""
         return buffer[self.rank * self.size:(self.rank + 1) * self.size]
 
     def lies_in(self, chunk, buffer):
         """Whether chunk, (S,), is this rank's chunk of buffer, and not a copy."""
-        return buffer is not None and chunk.data_ptr() == self.local_shard(buffer).data_ptr()
+        return buffer is not None and chunk.data_ptr() == self.own_chunk(buffer).data_ptr()
 
     def shard_range(self, p):
         """(first, end) of this rank's part of p, counted in elements within p, in order of memory.
@@ -200,7 +202,8 @@ class ShardedBucket(Bucket):
 
     def shard_view(self, p, buffer):
         """This rank's part of p, `shard_range`, as a view of buffer, this rank's chunk, (S,). Its
-        shape is (n, 1, ..., 1), with as many dimensions as p; (n,) if p has none; n may be 0."""
+        shape is (n, 1, ..., 1), with as many dimensions as p; (n,) if p has none; n may be 0. (Then
+        it begins outside of the chunk, which a slice allows.)"""
         slot, (first, end) = self.slots[p], self.shard_range(p)
         start = slot.start + first - self.rank * self.size
         ones = [1] * (len(slot.shape) - 1)
@@ -211,7 +214,7 @@ class ShardedBucket(Bucket):
     def build_shards(self):
         """Make the optimizer's parameters, views of `sharded`."""
         for p, slot in self.slots.items():
-            # .data, for a _version of its own: a gather may write to sharded, which is no update.
+            # .data, for a _version of its own: a gather writes to sharded, which is no update.
             slot.owner = torch.nn.Parameter(self.shard_view(p, self.sharded).data, p.requires_grad)
             vars(slot.owner).update(vars(p))  # such as p.no_decay, by which a script makes groups
 
@@ -219,12 +222,12 @@ class ShardedBucket(Bucket):
         """This rank's part of value, which has the shape of p: (n, 1, ..., 1), as its shard."""
         whole = torch.empty(self.n, dtype=value.dtype, device=self.sharded.device)
         self.view(p, whole).copy_(value)
-        return self.shard_view(p, self.local_shard(whole))
+        return self.shard_view(p, self.own_chunk(whole))
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def point_parameters(self):
         """Give the module's parameters their values: views of `unsharded`. If that is None, a nan
-        that is expanded to p's shape and takes no memory. (Autograd asks for the shape, and who
+        that is expanded to p's shape and takes no memory. (Autograd asks for the shape, and whoever
         reads a weight too early gets nan, not an old value.)
 
         Assigning `.data` is how a value comes and goes. The Parameter stays the same object for the
@@ -242,11 +245,11 @@ class ShardedBucket(Bucket):
         """Move p.grad into its place in `gradients`, by `place_of_gradient`. (The mean will have
         another place.) If `gradients` is None it gets memory, (W S,).
 
-        If p is in `unreduced`, no_sync() has left a gradient there: add p.grad, if there is one,
-        and multiply the sum by scale. Otherwise write p.grad, in gradients' dtype, times scale; or
-        zeros if p.grad is None, as other ranks may have used p. Set p.grad to None, so that its
-        memory is freed, and note p in `unreduced` if it had a gradient. Returns whether it is in
-        `unreduced` now.
+        If p is in `unreduced`, no_sync() has left a sum there that is not scaled yet: add p.grad,
+        if there is one, and multiply the sum by scale. Otherwise write p.grad, cast to gradients'
+        dtype and then multiplied by scale; or zeros if p.grad is None, as other ranks may have used
+        p. Set p.grad to None, so that its memory is freed, and note p in `unreduced` if it had a
+        gradient. Returns whether p is in `unreduced` now.
         """
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
@@ -317,13 +320,14 @@ class Unit:
         is_unsharded             whether the whole parameters have the values of the shards, or will
                                  have them when the all-gather under way ends. (In stages 1 and 2
                                  there always are whole ones, but after a step their values are old)
-        gathers                  functions that wait for that all-gather
+        pending_gathers          functions that wait for that all-gather
         version                  `current_version()` when it was last unsharded
     """
 
     def __init__(self, name, module, tag):
         self.name, self.module, self.tag = name, module, tag
-        self.submodules, self.parameters, self.buckets, self.gathers = [], [], [], []
+        self.submodules, self.parameters = [], []
+        self.buckets, self.pending_gathers = [], []
         self.is_unsharded = False
         self.version = 0
 
@@ -377,8 +381,8 @@ def cast_floats(inputs, dtype):
 # -------------------------------------------------------------------------------------------------
 # stage 1
 #
-# A stage is what it keeps, the first two lines, and what it does at each step. A dot says: as the
-# stage before. (R) is `Reducer`'s.
+# The first two lines say what a stage keeps, the others what it does at each step. A dot: as the
+# stage before. (R): as `Reducer`.
 #
 #                          PlainZero1                        PlainZero2       PlainZero3
 #   _keep_parameters       all; the own chunk lies in them   .                only the own chunk
@@ -386,10 +390,11 @@ def cast_floats(inputs, dtype):
 #
 #   _begin_forward         start to unshard all units        .                reshard all; plan the
 #                                                                             prefetch order
-#   _use                   unshard the root and the unit,    .                ... in that order, and
-#                          wait for them                                      take notes of weights
-#   _unshard               start the all-gather              .                ... in new memory; for
-#                                                                             it another unit goes
+#   _use                   make the root and the unit whole  .                ... and take notes of
+#                                                                             weights
+#   _unshard               start the all-gather              .                ... in new memory,
+#                                                                             after freeing a unit
+#   _unshard_and_wait      ... and wait for it               .                ... and start the next
 #   _post_forward          the last one ends the forward     .                ... and unshard the
 #                                                                             unit around again
 #   _end_forward           wait for units that were skipped  .                ... finish the order
@@ -397,7 +402,8 @@ def cast_floats(inputs, dtype):
 #   _is_ready              (R) a bucket has its gradients    .                ... and the next unit
 #                                                                             is on its way
 #   _reduce                reduce-scatter a bucket           .                .
-#   _finalize_backward     (R) give the shards their means   .                ... and reshard all
+#   _finalize_backward     (R) give the shards their means,  .                ... and reshard all
+#                          note whether in no_sync()
 
 
 class PlainZero1(Reducer):
@@ -426,9 +432,10 @@ class PlainZero1(Reducer):
     A forward is a collective, also one that only evaluates. A rank may skip units: it unshards them
     with the others. Ranks that call units in another order stop at the timeout on gloo, naming the
     unit; native collectives of an accelerator have no tags, so there it is not noticed, and wrong.
-    All ranks make as many backwards in no_sync(). Keep the wrapper: hooks go with it, and without
-    them nothing is gathered. An optimizer's state_dict() is this rank's: each rank saves its own,
-    or train.py's checkpoints; rank 0's loaded everywhere is wrong, and is not noticed.
+    All ranks make the same number of backwards in no_sync(). Keep the wrapper: with it go its
+    hooks, and without them nothing is gathered. An optimizer's state_dict() is this rank's: each
+    rank saves its own, or train.py's checkpoints; rank 0's loaded everywhere is wrong, and is not
+    noticed.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule and a shard_size that does not divide the number of ranks.
@@ -556,9 +563,9 @@ class PlainZero1(Reducer):
     def _keep_parameters(self, bucket, values):
         """Set bucket.unsharded and bucket.sharded, by what the stage keeps of values, (W S,), the
         whole parameters in their own dtype. Here unsharded is all of them, in bucket.param_dtype,
-        and sharded is the own chunk of that. But if that is another dtype, or with offload, sharded
-        is a copy of the own chunk of values, in memory of its own, by `_new_chunk`."""
-        own = bucket.local_shard(values)
+        and sharded is the own chunk of that. But if param_dtype is another, or with offload,
+        sharded is a copy of the own chunk of values, in memory of its own, by `_new_chunk`."""
+        own = bucket.own_chunk(values)
         bucket.unsharded = values.to(bucket.param_dtype)
         is_apart = self._offloads or bucket.unsharded is not values
         bucket.sharded = self._new_chunk(bucket).copy_(own) if is_apart else own
@@ -578,9 +585,11 @@ class PlainZero1(Reducer):
                     decorate = torch.compiler.disable if m is unit.module else unless_compiling
                     pre_forward = decorate(weakly(self._pre_forward, unit))
                     post_forward = decorate(weakly(self._post_forward))
-                    self._remove_at_end(m.register_forward_pre_hook(pre_forward, prepend=True,
-                                                               with_kwargs=True))
-                    self._remove_at_end(m.register_forward_hook(post_forward, always_call=True))
+                    pre_handle = m.register_forward_pre_hook(pre_forward, prepend=True,
+                                                             with_kwargs=True)
+                    post_handle = m.register_forward_hook(post_forward, always_call=True)
+                    self._remove_at_end(pre_handle)
+                    self._remove_at_end(post_handle)
 
     # ---- forward: gather what the optimizer has changed
 
@@ -611,15 +620,15 @@ class PlainZero1(Reducer):
             self._end_forward()
 
     def _begin_forward(self, module):
-        """Which units have to be unsharded again? Start with all of them; if a script calls only a
-        part of the model, with none.
+        """Note which units have to be unsharded again, and start to unshard all of these; but none
+        yet if module, which the script calls, is only a part of the model.
 
-        In general all: is_unsharded becomes False. (A step has changed the shards, or a script,
-        whose writes to `.data` leave no trace.) But if the last backward was in no_sync()
+        In general all have to: is_unsharded becomes False. (A step has changed the shards, or a
+        script, whose writes to `.data` leave no trace.) But if the last backward was in no_sync()
         (`_accumulates`), no step is due, and weights are sent again only where the shards have
         another version than when they were last unsharded.
-        All ranks must decide alike. `_accumulates` is the same on all; `unreduced` of their buckets
-        may differ, if a backward has raised.
+        (All ranks must decide alike. So do not ask `unreduced` of the buckets: if a backward has
+        raised, it may differ between ranks.)
         """
         for unit in self._units:
             if not self._accumulates or unit.version != unit.current_version():
@@ -637,24 +646,25 @@ class PlainZero1(Reducer):
             for bucket in unit.buckets:
                 if not bucket.lies_in(bucket.sharded, bucket.unsharded):
                     # In bf16 this casts, before the gather, which then sends half the bytes.
-                    bucket.local_shard(bucket.unsharded).copy_(bucket.sharded)
-                unit.gathers.append(all_gather(bucket.unsharded, self.shard_group, unit.tag))
+                    bucket.own_chunk(bucket.unsharded).copy_(bucket.sharded)
+                wait = all_gather(bucket.unsharded, self.shard_group, unit.tag)
+                unit.pending_gathers.append(wait)
 
     def _wait_for_unshard(self, unit):
         """Wait for the all-gather of unit, if one is under way: then its parameters have values."""
-        if not unit.gathers:
+        if not unit.pending_gathers:
             return
-        while unit.gathers:
-            self._wait_for(f"unshard {unit.name}", unit.gathers.pop(0))
+        while unit.pending_gathers:
+            self._wait_for(f"unshard {unit.name}", unit.pending_gathers.pop(0))
         for bucket in unit.buckets:
-            bucket.point_parameters()
+            bucket.point_parameters()  # in stages 1 and 2, too: a forward may have assigned .data
 
     def _unshard_and_wait(self, unit):
         self._unshard(unit)
         self._wait_for_unshard(unit)
 
     def _use(self, unit):
-        """The root and unit are needed now."""
+        """Make the root and unit whole."""
         self._unshard_and_wait(self._root)
         self._unshard_and_wait(unit)
 
@@ -706,7 +716,7 @@ class PlainZero1(Reducer):
                 wait(bucket.sharded_gradients, earlier)
             else:
                 wait()
-                own = bucket.local_shard(bucket.gradients)
+                own = bucket.own_chunk(bucket.gradients)
                 AllReduce(own, self._replicate_group).wait()
                 add_in_rank_order([*earlier, own], bucket.sharded_gradients)
             bucket.unreduced.clear()
@@ -720,7 +730,7 @@ class PlainZero1(Reducer):
         own chunk are a part of them. In another dtype or on another device they have memory of
         their own, by `_new_chunk`, and `_reduce` frees the whole gradients."""
         is_apart = self._offloads or bucket.reduce_dtype != bucket.dtype
-        own = bucket.local_shard(bucket.gradients)
+        own = bucket.own_chunk(bucket.gradients)
         bucket.sharded_gradients = self._new_chunk(bucket) if is_apart else own
 
     def _finalize_backward(self):
@@ -761,7 +771,7 @@ class PlainZero1(Reducer):
             if bucket not in wholes:
                 wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
                 whole = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
-                bucket.local_shard(whole).copy_(bucket.sharded)
+                bucket.own_chunk(whole).copy_(bucket.sharded)
                 all_gather(whole, self.shard_group, self._full_parameters_tag)()
                 wholes[bucket] = whole
             yield name, bucket.view(p, wholes[bucket]).clone()
@@ -859,8 +869,11 @@ class PlainZero2(PlainZero1):
 #
 #   backward of a rank that uses all   of a rank that skips block 2
 #     use 3, start 2, reduce 3           use 3, start 2, reduce 3
-#     use 2, start 1, reduce 2             (nothing to wait for, but 1 is to be started before)
-#     use 1, reduce 1                    use 1: start 1, reduce 2; reduce 1
+#     use 2, start 1, reduce 2
+#     use 1, reduce 1                    start 1, reduce 2, use 1, reduce 1
+#
+# use: wait for its all-gather; start: start that; reduce: start its reduce-scatter. The rank on the
+# right has no gradients of 2 to wait for. Yet it may reduce 2 only after it has started 1.
 
 
 class PlainZero3(PlainZero2):
@@ -868,9 +881,9 @@ class PlainZero3(PlainZero2):
 
     Units are unsharded in an order that all ranks have in common: a forward's leads through the
     units, a backward's back. Beside the root, which stays, two units are whole at a time, the one
-    in use and the next one. To unshard a third one frees the older; the end of a backward or an
-    evaluation frees all. What autograd would save of a whole unit becomes a note, by which the
-    backward unshards it again.
+    in use and the next one. When a third one is unsharded, the older of the two is freed. The end
+    of a backward or an evaluation frees all. What autograd would save of a whole unit becomes a
+    note, by which the backward unshards it again.
 
     A backward is a collective too, also under no_sync(). All ranks must call the same units if one
     calls a unit twice, out of order, or in a second forward before the backward. A parameter that
@@ -879,22 +892,23 @@ class PlainZero3(PlainZero2):
 
         _prefetch_order    units that this forward or backward has yet to unshard
         _last_prefetched   the unit that was last taken from it
-        _older, _newer     the units that are whole beside the root, or None
+        _older, _newer     the two units that are whole beside the root, or None; the older is freed
+                           next
         _note_contexts     of the forwards under way: in them autograd's saves become notes
-        _bucket_in         {memory: the bucket whose whole parameters are there}
+        _bucket_at_memory  {memory: the bucket whose whole parameters are there}
     """
 
     def _build_units(self, modules):
         """As stage 1, and what the prefetch order needs."""
         super()._build_units(modules)
-        self._prefetch_order, self._note_contexts, self._bucket_in = [], [], {}
+        self._prefetch_order, self._note_contexts, self._bucket_at_memory = [], [], {}
         self._last_prefetched = None
         self._older, self._newer = None, None
         self._way_back = [self._root, *reversed(self._units[1:])]
 
     def _keep_parameters(self, bucket, values):
         """Keep only the own chunk, in memory of its own."""
-        bucket.sharded = self._new_chunk(bucket).copy_(bucket.local_shard(values))
+        bucket.sharded = self._new_chunk(bucket).copy_(bucket.own_chunk(values))
 
     # ---- parameters come and go
 
@@ -916,9 +930,10 @@ class PlainZero3(PlainZero2):
         """Take the first unit off the prefetch order, note it as last prefetched, and unshard it.
 
         It may be whole already, and be the older one of the two: so is block 3 above when block 4
-        begins its backward. Then make it the newer one, since it is needed next, and since on ranks
-        that have to unshard it now it is so, too: all ranks must free the same unit next.
-        In a backward launch the buckets that only waited for this: see `_is_ready`.
+        begins its backward. Then make it the newer one: it is needed next. (A rank that skipped it
+        unshards it now, and there it is the newer one, too. All ranks must free the same unit
+        next.) In a backward, at last, launch the buckets that only waited for this: see
+        `_is_ready`.
         """
         unit = self._prefetch_order.pop(0)
         self._last_prefetched = unit
@@ -931,10 +946,10 @@ class PlainZero3(PlainZero2):
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def _unshard(self, unit):
         """Unless unit is unsharded: free the older unit; now unit is the newer one, and the one
-        that was newer is the older. (The root is neither.) Get memory, (W S,) in param_dtype, for
-        all of unit's buckets before any of them is changed, as there may be none. It is
-        bucket.unsharded; note in `_bucket_in` whose it is, by `untyped_storage()._cdata`. Then
-        gather as stage 1."""
+        that was newer is the older. (The root is neither.) Allocate (W S,) in param_dtype for all
+        of unit's buckets first: running out of memory must leave none half changed. That is
+        bucket.unsharded; note in `_bucket_at_memory` whose it is, by `untyped_storage()._cdata`.
+        Then gather as stage 1."""
         if unit.is_unsharded:
             return
         if unit is not self._root:
@@ -945,7 +960,7 @@ class PlainZero3(PlainZero2):
             buffers.append(torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device))
         for bucket, buffer in zip(unit.buckets, buffers):
             bucket.unsharded = buffer
-            self._bucket_in[buffer.untyped_storage()._cdata] = bucket
+            self._bucket_at_memory[buffer.untyped_storage()._cdata] = bucket
         super()._unshard(unit)
 
     def _reshard(self, unit):
@@ -955,7 +970,7 @@ class PlainZero3(PlainZero2):
         self._wait_for_unshard(unit)  # on a rank that skips unit nothing else waits for it
         unit.is_unsharded = False
         for bucket in unit.buckets:
-            del self._bucket_in[bucket.unsharded.untyped_storage()._cdata]
+            del self._bucket_at_memory[bucket.unsharded.untyped_storage()._cdata]
             bucket.unsharded = None
             bucket.point_parameters()
 
@@ -1046,15 +1061,15 @@ class PlainZero3(PlainZero2):
     def _pack(self, outer, t):
         """t, a tensor that autograd saves -> (bucket, kept, version).
 
-        If t lies in the memory of a whole unit, by `_bucket_in`, and is a plain view of it, of its
-        dtype: the bucket there; t's (shape, strides, offset); unit.version.
+        If t lies in the memory of a whole unit, by `_bucket_at_memory`, and is a plain view of it,
+        of its dtype: the bucket there; t's (shape, strides, offset); unit.version.
         Otherwise: None; what outer[0] makes of t, where outer is the pair of hooks around, or, if
         outer is None, t.detach(); t._version. A tensor that lies in a whole unit, but is no plain
         view, such as a complex one, is cloned before, as that memory goes. One that is not strided
         has no such memory.
         """
         memory = t.untyped_storage()._cdata if t.layout is torch.strided else None
-        bucket = self._bucket_in.get(memory)
+        bucket = self._bucket_at_memory.get(memory)
         if bucket is not None:
             # Shape and strides do not tell whether t is seen as complex, or conjugated.
             if t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
@@ -1066,11 +1081,12 @@ class PlainZero3(PlainZero2):
     def _unpack(self, outer, note):
         """note, what `_pack` has returned -> the tensor that it was given.
 
-        With a bucket: this is a sign of a backward (`_notice_backward`); unshard the bucket's unit
-        and wait; return the view of bucket.unsharded. Otherwise return what outer[1] makes of what
-        was kept, which makes tests of its own; or, without outer, what was kept.
-        Raises RuntimeError if the unit's shards have another current_version(), or what was kept
-        another _version, than in the note: autograd's own test does not see notes.
+        With a bucket: this is a sign of a backward (`_notice_backward`). Unshard the bucket's unit
+        and wait; then, if current_version() of the unit is not that of the note, raise
+        RuntimeError; otherwise return the view of bucket.unsharded.
+        Without a bucket, but with outer: return what outer[1] makes of what was kept; it has tests
+        of its own. Without both: what was kept, or RuntimeError if its _version is not the note's.
+        (Autograd's own test does not see what is kept in the place of a tensor.)
         """
         bucket, kept, version = note
         if bucket is not None:
@@ -1395,7 +1411,7 @@ class ShardGuards(Guards):
     def _move(self, bucket):
         """Copy the shards' values to new memory, and the shards with them."""
         values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
-        own = bucket.local_shard(values)
+        own = bucket.own_chunk(values)
         for p, slot in bucket.slots.items():
             bucket.shard_view(p, own).copy_(slot.owner)
         self._keep_parameters(bucket, values)
