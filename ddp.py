@@ -1050,6 +1050,7 @@ class NoReducer:
     _prepare_for_backward = prepare_for_backward
 
 
+# Without Guards in the next line this is PlainDDP.
 class DDP(Guards, PlainDDP):
     __doc__ = f"{PlainDDP.__doc__}\n    {Guards.__doc__}"
 

@@ -1518,13 +1518,14 @@ class ShardGuards(Guards):
         super().load_full_state_dict(state_dict)
 
 
+# The public stages. Without ShardGuards in the next line all three are the plain ones.
 class Zero1(ShardGuards, PlainZero1):
     __doc__ = f"{PlainZero1.__doc__}\n    {ShardGuards.__doc__}"
 
 
-class Zero2(ShardGuards, PlainZero2):
+class Zero2(Zero1, PlainZero2):
     __doc__ = f"{PlainZero2.__doc__}\n    {ShardGuards.__doc__}"
 
 
-class Zero3(ShardGuards, PlainZero3):
+class Zero3(Zero2, PlainZero3):
     __doc__ = f"{PlainZero3.__doc__}\n    {ShardGuards.__doc__}"
