@@ -957,8 +957,9 @@ class Guards:
             # By name, since nobody wants to import FSDP for this.
             kinds = {kind.__name__ for kind in type(m).__mro__}
             if isinstance(m, Reducer) or kinds & WRAPPERS:
-                self._refuse(f"the module is, or holds, a wrapper, {type(m).__name__} {name}, "
-                             f"which averages gradients itself: wrap the plain module, once")
+                where = f"holds at {name}" if name else "is"
+                self._refuse(f"the module {where} a {type(m).__name__}, a wrapper which averages "
+                             f"gradients itself: wrap the plain module, once")
             # A lookup scales the rows that this rank's batch uses: then ranks differ.
             if getattr(m, "max_norm", None) is not None and self.world_size > 1:
                 self._refuse(f"{name}: max_norm={m.max_norm} changes the weights of each rank by "
