@@ -960,8 +960,9 @@ class Guards:
                 where = f"holds at {name}" if name else "is"
                 self._refuse(f"the module {where} a {type(m).__name__}, a wrapper which averages "
                              f"gradients itself: wrap the plain module, once")
-            # A lookup scales the rows that this rank's batch uses: then ranks differ.
-            if getattr(m, "max_norm", None) is not None and self.world_size > 1:
+            # With max_norm a lookup scales the rows that this rank's batch uses: then ranks differ.
+            is_lookup = isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+            if is_lookup and m.max_norm is not None and self.world_size > 1:
                 self._refuse(f"{name}: max_norm={m.max_norm} changes the weights of each rank by "
                              f"its own batch, in the forward: pass max_norm=None")
         return super()._agree_on_module(options)
@@ -1047,8 +1048,6 @@ class NoReducer:
 
     def prepare_for_backward(self, outputs):
         pass
-
-    _prepare_for_backward = prepare_for_backward
 
 
 # Without Guards in the next line this is PlainDDP.

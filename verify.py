@@ -809,22 +809,28 @@ def stage_1_is_its_oracle(**case):
     parity("zero1 by hand", ("zero1",), **case)
 
 
+def recorded(kind, name, **case):
+    """What `trained` returns, and [(operation, bytes of its tensors)] of all collectives."""
+    sent = []
+
+    def note(operation, tensors):
+        sent.append((operation, [t.nbytes for t in tensors if torch.is_tensor(t)]))
+
+    with every_collective(note):
+        return trained(kind, name, **case), sent
+
+
 @check(dict(W=2, accumulation=2, modules=("gpt", "mixed", "lora", "caller")),
        dict(W=3, modules=("odd", "again")), dict(W=3, modules=("experts", "skipping")),
        full=grid(W=(1, 2, 3, 4), accumulation=(1, 2)))
 def guards_change_nothing(modules=tuple(ZOO), **case):
-    """Without the guards, whose names begin with Plain, DDP and the stages give the same bits by
-    the same collectives: kinds, order and bytes, construction included."""
+    """Without guards, as the classes named Plain..., DDP and the stages give the same bits by the
+    same collectives: kinds, order and bytes, construction included."""
     for name, kind in itertools.product(modules, PLAIN):
-        found, sent = {}, {}
-        for which in (kind, f"{kind} without guards"):
-            sent[which] = notes = []
-            with every_collective(lambda operation, tensors, notes=notes: notes.append(
-                    (operation, [t.nbytes for t in tensors if torch.is_tensor(t)]))):
-                found[which] = trained(which, name, **case)
-        same_bits(*found.values(), f"{kind}, {name}, {case}: ")
-        with_guards, without = sent.values()
-        assert with_guards and with_guards == without, f"{kind}, {name}: {with_guards}, {without}"
+        expected, sent = recorded(kind, name, **case)
+        found, sent_without = recorded(f"{kind} without guards", name, **case)
+        same_bits(expected, found, f"{kind}, {name}, {case}: ")
+        assert sent and sent == sent_without, f"{kind}, {name}: {sent}, {sent_without}"
 
 
 FSDP_BF16 = dict(W=2, reference="fsdp2 bf16", modules=("gpt",),

@@ -549,9 +549,7 @@ class PlainZero1(Reducer):
                     self._sharded_in[p] = bucket
                     real = stand_ins.get(p, p)
                     bucket.view(p, values).copy_(real)
-                    # Free its memory; `point_parameters` may give it another dtype only like this.
-                    real.data = values.new_empty(0, dtype=bucket.param_dtype)
-                    real.grad = None
+                    real.data, real.grad = values.new_empty(0), None  # frees its memory
                 dist.broadcast(values.view(torch.uint8), group_src=0, group=self.process_group)
                 self._keep_parameters(bucket, values)
                 bucket.build_shards()
