@@ -191,7 +191,7 @@ def run_rows(rows):
 
     Two at once, each with its own ranks: many checks wait for runs that they have started.
     """
-    outcomes, rows = Counter(), iter(rows)
+    outcomes, rows, failures = Counter(), iter(rows), []
     print(f"{'check':34s} {'W':>4s} {'seconds':>7s}")
 
     def run_next(rows):
@@ -209,11 +209,16 @@ def run_rows(rows):
                     groups.pop(W).kill()
                 outcome, text = "failed", f"FAILED {text}\n    {error}"
             outcomes[outcome] += 1
-            print(f"{f.__name__:34s} {W:4d} {time.monotonic() - start_s:7.1f}  {text}", flush=True)
+            line = f"{f.__name__:34s} {W:4d} {time.monotonic() - start_s:7.1f}  {text}"
+            print(line, flush=True)
+            if outcome == "failed":
+                failures.append(line)
         for ranks in groups.values():
             ranks.kill()
 
     two_at_a_time(run_next, [rows, rows])
+    for line in failures:  # once more, where they are seen
+        print(line)
     skipped = f", {outcomes['skipped']} skipped" if outcomes["skipped"] else ""
     print(f"{outcomes['passed']} passed, {outcomes['failed']} failed{skipped}")
     return outcomes["failed"]
