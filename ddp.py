@@ -394,8 +394,9 @@ class Reducer(torch.nn.Module):
         lines = [f"{self._get_name()} {options}"]
         for name, t in self._named("parameters") + self._named("buffers"):
             lines.append((name, t.shape, t.stride(), t.dtype, t.requires_grad))
-        # From an id, as no two living objects have the same: wrappers hardly ever share tags.
-        first_tag = id(self) // 16 % 2**20 * 2**11
+        # From an id, as no two living objects have the same: wrappers hardly ever share tags. From
+        # 2**30 on, as a small number is pickled to fewer bytes, and what is sent should not vary.
+        first_tag = 2**30 + id(self) // 16 % 2**19 * 2**11
         of_rank_0 = [first_tag, lines]  # only rank 0's go to all ranks
         dist.broadcast_object_list(of_rank_0, group=self.process_group, group_src=0)
         first_tag, lines_of_rank_0 = of_rank_0
@@ -577,7 +578,7 @@ class Reducer(torch.nn.Module):
         are not frozen and that some rank has not used.
         """
         backward = self._backward
-        n_ranks = []
+        n_ranks = []  # without averaging nothing is given, and nothing counts as unused
         if backward.is_averaging:
             self._launch_ready_buckets(at_end=True)
             self._wait_for_buckets()
@@ -1026,7 +1027,8 @@ class Guards:
                     kept.data = kept.data.clone()  # this backward will write to the bucket
 
     def _mark_param_ready(self, p):
-        if torch.is_grad_enabled() or p.grad is not None and p.grad.is_sparse:
+        is_sparse = p.grad is not None and p.grad.is_sparse
+        if torch.is_grad_enabled() or is_sparse:  # create_graph=True enables it in a backward
             self._refuse(f"{self._names[p]}: no support of create_graph and of sparse gradients")
         super()._mark_param_ready(p)
 

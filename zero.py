@@ -446,7 +446,6 @@ class PlainZero1(Reducer):
         super().__init__(module, process_group, True, f"{param_dtype} {reduce_dtype} {shard_size}")
         self.param_dtype = param_dtype
         self._make_groups(shard_size)
-        self._refuse_shared_memory()
         self._device = self._choose_device(device)
         self._offloads = offload and self._device.type != "cpu"
         self._accumulates = False  # whether the last backward was in no_sync()
@@ -479,13 +478,6 @@ class PlainZero1(Reducer):
         if self.shard_size != self.world_size:
             groups = HierarchicalState(self.shard_size, self.process_group)
             self.shard_group, self._replicate_group = groups.intra_node, groups.inter_node
-
-    def _refuse_shared_memory(self):
-        """Two parameters in one memory would be two in the buckets."""
-        addresses = [p.detach().data_ptr() for p in self.module.parameters()
-                     if not p.is_meta and p.numel() > 0]
-        if len(set(addresses)) < len(addresses):
-            self._refuse("two parameters share memory: tie them by assigning one to both modules")
 
     def _choose_device(self, device):
         """The device of what is not on meta; if all is, the one that was given, or the best."""
@@ -550,6 +542,7 @@ class PlainZero1(Reducer):
                     real = stand_ins.get(p, p)
                     bucket.view(p, values).copy_(real)
                     real.data, real.grad = values.new_empty(0), None  # frees its memory
+                # As bytes: gloo knows no broadcast of int16 or float8.
                 dist.broadcast(values.view(torch.uint8), group_src=0, group=self.process_group)
                 self._keep_parameters(bucket, values)
                 bucket.build_shards()
@@ -1295,12 +1288,20 @@ class ShardGuards(Guards):
     """
 
     def _build_buckets(self, reduce_dtype, init_fn):
+        self._refuse_shared_memory()
         on_meta = [p.is_meta for p in self.module.parameters()]
         if any(on_meta) and not all(on_meta) and init_fn is None:
             if hasattr(self.module, "init_weights"):
                 self._refuse("some parameters are on meta, and init_weights() would write to the "
                              "others, too: pass init_fn, which is called for submodules")
         super()._build_buckets(reduce_dtype, init_fn)
+
+    def _refuse_shared_memory(self):
+        """Two parameters in one memory would be two in the buckets."""
+        addresses = [p.detach().data_ptr() for p in self.module.parameters()
+                     if not p.is_meta and p.numel() > 0]
+        if len(set(addresses)) < len(addresses):
+            self._refuse("two parameters share memory: tie them by assigning one to both modules")
 
     def _add_hooks(self):
         super()._add_hooks()
