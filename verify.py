@@ -141,7 +141,8 @@ def adamw(parameters, kind=torch.optim.AdamW, foreach=False, **options):
     """Weights decay where they have two dimensions or more. Not fused: that kernel computes the end
     of a tensor, which does not fill a vector register, by other instructions, so a shard would not
     get the bits of the whole."""
-    matrices, others = [], []
+    matrices = []
+    others = []
     for p in parameters:
         group = matrices if p.dim() >= 2 else others
         group.append(p)
@@ -162,17 +163,19 @@ def clip_by_hand(gradients, divide_by):
 
 @functools.cache  # several wrappers are compared with it
 def reference(name, ranks, factor):
-    """Train a module of the zoo -> ({what: tensor}, {what: [what each rank has brought to it]}).
+    """Train a module of the zoo -> ({what: tensor}, {what: [what each rank has added to it]}).
 
     ranks: for each rank the numbers of its micro batches in a step, such as ((0, 2), (1, 3)).
     The gradient of a rank is the sum of theirs, as autograd accumulates it. Those of all ranks are
     multiplied by 1 / factor, then added in rank order, 16-bit ones in fp32. One product makes the
     mean over micro batches of that, and clips it.
     """
-    module, parts = fresh(name), parts_of(name)
+    module = fresh(name)
+    parts = parts_of(name)
     optimizer = parts.optimizer(module.parameters())
     n_batches = sum(len(numbers) for numbers in ranks)
-    found, contributions = {}, {}
+    found = {}
+    contributions = {}
     for step in range(STEPS):
         of_ranks = []  # {name: gradient} of each
         for numbers in ranks:
@@ -218,48 +221,60 @@ def distributed(wrapper, name, micro_steps=1, holds=True, factor=None, act=None,
     optimizer: one of OPTIMIZERS; None: that of the module, which is AdamW.
     buffers: whether they count, which differ from rank to rank.
     """
-    rank, W = dist.get_rank(), dist.get_world_size()
-    module, parts = fresh(name), parts_of(name)
-    if rank > 0 and not wrapper.startswith(("naive", "fsdp2")):
-        # The others have to begin with rank 0's values.
-        for t in itertools.chain(module.parameters(), module.buffers()):
-            t.data.fill_(7)
-    options = {}
-    if parts.units is not None and wrapper in (*STAGES, "fsdp2"):
-        options["units"] = parts.units(module)
-    model = WRAPPERS[wrapper](module, **options)
+    parts = parts_of(name)
+    model = wrapped(wrapper, name)
     if factor is not None:
         model.set_gradient_divide_factor(factor)
     make_optimizer = OPTIMIZERS[optimizer] if optimizer else parts.optimizer
     optimizer = make_optimizer(p for p in model.parameters() if p.requires_grad)
-    norms, kept = {}, {}  # kept: {what: (name, gradient)}
+    divide_by = micro_steps if factor is None else micro_steps * dist.get_world_size() / factor
+    norms = {}
+    kept = {}  # {what: (name, gradient)}
     for step in range(STEPS):
-        def loss(micro_step):
-            return parts.loss(model, step, micro_step * W + rank)
-
-        if act is not None:
-            act(model, loss)
+        loss = partial(loss_on_rank, parts, model, step)
+        if act is None:
+            accumulate(model, loss, micro_steps, holds)
         else:
-            for micro_step in range(micro_steps):
-                is_held = holds and micro_step < micro_steps - 1
-                with no_sync(model) if is_held else nullcontext():
-                    loss(micro_step).backward()
+            act(model, loss)
         if hasattr(model, "reduce_gradients"):
             model.reduce_gradients()  # of oracles; the others have done it in backward()
         for n, p in plain_names(model.named_parameters()):
             if p.grad is not None:
-                kept[f"step {step + 1}, gradient of {n}"] = n, whole_or_own(p.grad)
-        n_left = micro_steps if factor is None else micro_steps * W / factor
-        norms[f"step {step + 1}, norm"] = clip(model, n_left).float()
+                kept[f"step {step + 1}, gradient of {n}"] = n, copy_of(p.grad)
+        norms[f"step {step + 1}, norm"] = clip(model, divide_by).float()
         optimizer.step()
         model.zero_grad()  # not the optimizer's, which may have only some parameters
     found = put_together(model, fresh(name), kept) | norms
     whole = model.full_parameters() if is_ours(model) else plain_names(model.named_parameters())
     for n, p in whole:
-        found[f"in the end, {n}"] = whole_or_own(p)
+        found[f"in the end, {n}"] = copy_of(p)
     if buffers:
         found |= dict(plain_names(model.named_buffers()))
     return found
+
+
+def wrapped(wrapper, name):
+    """A module of the zoo in a wrapper, which has to begin with rank 0's values on all ranks."""
+    module = fresh(name)
+    if dist.get_rank() > 0 and not wrapper.startswith(("naive", "fsdp2")):
+        for t in itertools.chain(module.parameters(), module.buffers()):
+            t.data.fill_(7)
+    make_units = parts_of(name).units
+    if make_units is not None and wrapper in (*STAGES, "fsdp2"):
+        return WRAPPERS[wrapper](module, units=make_units(module))
+    return WRAPPERS[wrapper](module)
+
+
+def loss_on_rank(parts, model, step, micro_step):
+    rank, W = dist.get_rank(), dist.get_world_size()
+    return parts.loss(model, step, micro_step * W + rank)
+
+
+def accumulate(model, loss, micro_steps, holds):
+    for micro_step in range(micro_steps):
+        is_held = holds and micro_step < micro_steps - 1
+        with no_sync(model) if is_held else nullcontext():
+            loss(micro_step).backward()
 
 
 def is_ours(model):
@@ -271,7 +286,7 @@ def plain_names(named):
     return [(name.removeprefix("module."), t) for name, t in named]
 
 
-def whole_or_own(t):
+def copy_of(t):
     """A copy of all of t if it is FSDP2's, otherwise of what this rank has."""
     return t.full_tensor() if hasattr(t, "full_tensor") else t.detach().clone()
 
@@ -291,17 +306,18 @@ def clip(model, divide_by):
 
 
 def put_together(model, plain, kept):
-    """{what: (name, this rank's part of a gradient)} -> {what: the whole gradient}. The part of each
+    """{what: (name, this rank's part of a gradient)} -> {what: the whole gradient}. The part of a
     rank goes where its shard begins; there is nan where no shard is. A wrapper that does not shard
     has whole gradients, on every rank.
 
-    plain: the module, for shapes and strides. Shards are cut in order of memory, those of the oracle
-    in order of rows.
+    plain: the module, for shapes and strides. Shards are cut in order of memory, those of the
+    oracle in order of rows.
     """
     group = getattr(model, "shard_group", None)
     if group is None:
         return {what: gradient for what, (_, gradient) in kept.items()}
-    starts, parameters = model.shard_starts(), dict(plain.named_parameters())
+    starts = model.shard_starts()
+    parameters = dict(plain.named_parameters())
     own = {}
     for what, (name, part) in kept.items():
         own[what] = starts[name], part.as_subclass(torch.Tensor).double().flatten().numpy()
@@ -357,7 +373,8 @@ def difference(what, expected, found, contributions=()):
         return (f"is {tuple(found.shape)} {found.dtype}, expected is {tuple(right.shape)} "
                 f"{right.dtype}")
     is_alike = partial(torch.allclose, rtol=0.02 if right.dtype.itemsize == 2 else 1e-4, atol=1e-9)
-    found, right = found.double(), right.double()
+    found = found.double()
+    right = right.double()
     if found.isnan().any():
         return "has nan: it was read before it was there, or never written?"
     ratio = (found.norm() / right.norm()).item()
@@ -669,7 +686,9 @@ class ByHand(Oracle):
             yield name, self.shards[p]
 
     def shard_starts(self):
-        starts, rank, W = {}, dist.get_rank(), dist.get_world_size()
+        starts = {}
+        rank = dist.get_rank()
+        W = dist.get_world_size()
         for name, p in self.module.named_parameters():
             pieces = torch.arange(p.numel()).tensor_split(W)
             starts[name] = sum(len(piece) for piece in pieces[:rank])
@@ -698,6 +717,10 @@ def no_state():
     return None
 
 
+def one_node():
+    return HierarchicalState(dist.get_world_size())
+
+
 # name -> (a function that makes the hook's state, the hook)
 HOOKS = {"bf16": (no_state, bf16_hook),
          "powersgd": (partial(powerSGD_hook.PowerSGDState, None, 2, 2, 0.5),
@@ -705,7 +728,7 @@ HOOKS = {"bf16": (no_state, bf16_hook),
          "topk": (partial(TopKState, 0.1), top_k_hook),
          "all": (partial(TopKState, 1.0), top_k_hook),
          "nodes of 2": (partial(HierarchicalState, 2), hierarchical_hook),
-         "one node": (lambda: HierarchicalState(dist.get_world_size()), hierarchical_hook)}
+         "one node": (one_node, hierarchical_hook)}
 
 
 def hooked(wrap, hook, module):
@@ -762,35 +785,54 @@ def dealt(W, micro_steps, holds):
     return tuple(tuple(range(rank, W * micro_steps, W)) for rank in range(W))
 
 
-ALL = ("naive", "ddp, 1 kB", *STAGES)
-SHARDED = ("zero2", "zero3")
-SAMPLE = ("gpt", "odd", "lora")
-SUMS = ("odd", "mixed")  # what is seen in sums: strides, dtypes, which ranks have used what
+FLAT = ("gpt", "odd", "mixed", "lora")
+ORDERS = ("experts", "caller", "again", "skipping")  # units in another order on each rank
+SUMS = ("odd", "mixed")  # strides, dtypes, and parameters that some ranks have not used
 
 
-@check(dict(W=2, wrapper="naive", factor=1, modules=SUMS),
-       *grid(W=(2,), wrapper=("ddp, 1 kB", "zero3"), factor=(1,)),
-       dict(W=2, wrapper="zero1", factor=1, modules=("gpt", "odd", "mixed", "lora")),
-       dict(W=2, wrapper="zero2", factor=1, modules=("experts", "caller", "again", "skipping")),
-       *grid(W=(3,), wrapper=("ddp, 1 kB", "zero1"), factor=(1,), modules=(SAMPLE,)),
-       dict(W=3, wrapper="zero2", factor=1, modules=("experts", "skipping")),
-       dict(W=3, wrapper="zero3", factor=1, modules=("experts", "caller", "again", "skipping")),
-       dict(W=4, wrapper="ddp, 1 a bucket", factor=1, modules=SUMS),
-       dict(W=4, wrapper="zero3", factor=1, modules=("experts", "skipping")),
-       # W = 3: a product with 1/3 rounds, and so does one with 1/5.
-       *grid(W=(3,), wrapper=("stage 1 by hand", "zero1", "ddp, 1 kB"), modules=(SUMS,)),
-       *grid(W=(3,), wrapper=("naive", "zero3"), factor=(5,), modules=(SUMS,)),
-       # A rank adds its own micro-steps first, in no_sync(), or all are added as one process does.
-       *grid(W=(2,), wrapper=("ddp", "zero1", "zero3"), micro_steps=(3,), modules=(SAMPLE,)),
-       *grid(W=(1, 3), wrapper=("zero3",), micro_steps=(2,), holds=(False,), factor=(1,),
-             modules=(("gpt", "skipping"),)),
-       dict(W=1, wrapper="zero1", micro_steps=2, modules=SAMPLE),
-       *only_full(grid(W=(1, 2, 3, 4), wrapper=(*ALL, "ddp, 1 a bucket"), micro_steps=(1, 2, 4),
-                       factor=(1, None))),
-       *only_full(grid(W=(1, 2, 3, 4), wrapper=("stage 1 by hand",))),
-       *only_full(grid(W=(1, 2, 3, 4), wrapper=SHARDED, micro_steps=(2, 4), holds=(False,),
-                       factor=(1,))), limit_s=120)
-def bits_of_one_process(wrapper, micro_steps=1, holds=True, factor=None, modules=MODULES):
+def trains(W, wrapper, *modules, **options):
+    """A row: these modules, or all, in a wrapper on W ranks."""
+    return dict(W=W, wrapper=wrapper, modules=modules or MODULES, **options)
+
+
+def full_table():
+    for W in (1, 2, 3, 4):
+        yield trains(W, "stage 1 by hand", factor=None)
+        for micro_steps in (2, 4):
+            for wrapper in ("zero2", "zero3"):
+                yield trains(W, wrapper, micro_steps=micro_steps, holds=False)
+        for wrapper in ("naive", "ddp, 1 a bucket", "ddp, 1 kB", *STAGES):
+            for micro_steps in (1, 2, 4):
+                for factor in (1, None):
+                    yield trains(W, wrapper, micro_steps=micro_steps, factor=factor)
+
+
+@check(trains(2, "naive", *SUMS),
+       trains(2, "ddp, 1 kB"),
+       trains(2, "zero1", *FLAT),
+       trains(2, "zero2", *ORDERS),
+       trains(2, "zero3"),
+       trains(3, "ddp, 1 kB", "gpt", "odd", "lora"),
+       trains(3, "zero1", "gpt", "odd", "lora"),
+       trains(3, "zero2", "experts", "skipping"),
+       trains(3, "zero3", *ORDERS),
+       trains(4, "ddp, 1 a bucket", *SUMS),
+       trains(4, "zero3", "experts", "skipping"),
+       # A product with 1/3 or 1/5 rounds, before the sum.
+       trains(3, "stage 1 by hand", *SUMS, factor=None),
+       trains(3, "zero1", *SUMS, factor=None),
+       trains(3, "ddp, 1 kB", *SUMS, factor=None),
+       trains(3, "naive", *SUMS, factor=5),
+       trains(3, "zero3", *SUMS, factor=5),
+       # A rank adds its own micro-steps first, in no_sync().
+       trains(2, "ddp", "gpt", "odd", "lora", micro_steps=3, factor=None),
+       trains(2, "zero3", "gpt", "odd", "lora", micro_steps=3, factor=None),
+       trains(1, "zero1", "gpt", "odd", "lora", micro_steps=2),
+       # All micro-steps are added in the order of one process.
+       trains(1, "zero3", "gpt", "skipping", micro_steps=2, holds=False),
+       trains(3, "zero3", "gpt", "skipping", micro_steps=2, holds=False),
+       *only_full(full_table()), limit_s=120)
+def bits_of_one_process(wrapper, modules, micro_steps=1, holds=True, factor=1):
     """DDP, in buckets of any size, each stage, and the oracles of ddp.py and zero.py give the bits
     of one process: any module, any number of ranks, accumulated in no_sync(), clipped. Stages 2 and
     3 do so however micro batches are dealt to ranks. factor: of set_gradient_divide_factor()."""
@@ -820,17 +862,20 @@ def torch_row(torchs, ours, *modules, **options):
 
 @check(torch_row("torch ddp", "ddp", micro_steps=2, buffers=True),
        torch_row("torch ddp unsynced", "ddp unsynced", "mixed", buffers=True),
-       torch_row("torch ddp", "zero1", "gpt", "odd", torch_optimizer="redundancy"),
-       torch_row("fsdp2", "zero2", "lora"), torch_row("fsdp2", "zero3", "gpt"),
-       *only_full([torch_row("torch ddp", "zero1", "lora", "again", torch_optimizer="redundancy"),
-                   torch_row("fsdp2", "zero2", "gpt"), torch_row("fsdp2", "zero3", "lora"),
-                   torch_row("fsdp2 bf16", "zero3 bf16", "gpt"),
-                   torch_row("fsdp2 bf16", "zero1 bf16", "gpt", act=two_forwards)]),
-       torch_row("fsdp2 bf16", "zero1 bf16", "gpt"), torch_row("fsdp2 bf16", "zero2 bf16", "gpt"),
-       torch_row("fsdp2 bf16", "zero3 bf16", "gpt", act=two_forwards),
        torch_row("torch ddp bf16", "ddp bf16", "gpt"),
        torch_row("torch ddp powersgd", "ddp powersgd", "gpt"),
-       torch_row("torch ddp topk", "ddp topk", "gpt"))
+       torch_row("torch ddp topk", "ddp topk", "gpt"),
+       torch_row("torch ddp", "zero1", "gpt", "odd", torch_optimizer="redundancy"),
+       torch_row("fsdp2", "zero2", "lora"),
+       torch_row("fsdp2", "zero3", "gpt"),
+       torch_row("fsdp2 bf16", "zero1 bf16", "gpt"),
+       torch_row("fsdp2 bf16", "zero2 bf16", "gpt"),
+       torch_row("fsdp2 bf16", "zero3 bf16", "gpt", act=two_forwards),
+       *only_full([torch_row("torch ddp", "zero1", "lora", "again", torch_optimizer="redundancy"),
+                   torch_row("fsdp2", "zero2", "gpt"),
+                   torch_row("fsdp2", "zero3", "lora"),
+                   torch_row("fsdp2 bf16", "zero3 bf16", "gpt"),
+                   torch_row("fsdp2 bf16", "zero1 bf16", "gpt", act=two_forwards)]))
 def bits_of_torch(torchs, ours, modules, torch_optimizer=None, **options):
     """At W = 2 torch's DDP, ZeroRedundancyOptimizer and FSDP2 have the same bits: gradients, which
     are None, parameters, in DDP buffers; FSDP2 under its bf16 policy too, with two forwards before
@@ -894,8 +939,11 @@ def traffic_is_the_formulas(stage):
     In units of psi (W - 1) / W elements that is 2, and 3 less the units that are still whole when
     the backward begins: ZeRO paper, arXiv 1910.02054, section 7.
     """
-    share, n, x = 1 - 1 / dist.get_world_size(), 8, torch.ones(3, 48)
-    unit, root = 4 * 48 * 48, 4 * 64  # bytes
+    share = 1 - 1 / dist.get_world_size()
+    n = 8
+    x = torch.ones(3, 48)
+    unit = 4 * 48 * 48
+    root = 4 * 64  # bytes
     psi = n * unit + root
     received = Counter()
 
@@ -939,8 +987,12 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, reduce_dtyp
     Bytes in fp32 with Adam: 8 psi + 8 psi/W, 4 psi + 12 psi/W, 16 psi/W (arXiv 1910.02054, figure
     1). What is found above it is kept twice, gathered too early, or held by a reference left over.
     """
-    W, n, width = shard_size or dist.get_world_size(), 12, 64
-    unit, before, found = 4 * width * width, live_bytes(), {}
+    W = shard_size or dist.get_world_size()
+    n = 12
+    width = 64
+    unit = 4 * width * width
+    before = live_bytes()
+    found = {}
     psi = n * unit + 4 * 64
 
     def note(phase, *_):
@@ -980,7 +1032,10 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, reduce_dtyp
 def zero3_prefetches():
     """In stage 3 the all-gather of the next unit is under way while a unit computes, forward or
     backward. Seen without a clock, by the number of messages."""
-    n, calls, found, expected = 8, [], {}, {}
+    n = 8
+    calls = []
+    found = {}
+    expected = {}
     model = Zero3(Chain(n, 8))
 
     def note(phase, *_):
@@ -1003,7 +1058,8 @@ def zero3_prefetches():
 def ddp_keeps_one_gradient():
     """`.grad` is a view of a bucket, in every step the same memory; gradients take the bytes of the
     parameters and not more; a dropped wrapper and its module leave nothing."""
-    before, module = live_bytes(), fresh("odd")
+    before = live_bytes()
+    module = fresh("odd")
     model = our_ddp(module, bucket_cap_mb=0.005)
     n_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     places = []  # {address: bytes} of a step
@@ -1092,11 +1148,16 @@ def recorded(wrapper, name, **options):
         return distributed(wrapper, name, **options), sent
 
 
-@check(*grid(W=(2,), wrapper=("ddp, 1 kB", *STAGES), modules=(("gpt", "mixed", "caller"),),
-             micro_steps=(2,)),
-       *grid(W=(3,), wrapper=("ddp", "zero1", "zero3"), modules=(("odd", "skipping"),)),
-       *only_full(grid(W=(1, 2, 3, 4), wrapper=PLAIN, micro_steps=(1, 2))))
-def guards_change_nothing(wrapper, modules=MODULES, **options):
+@check(trains(2, "ddp, 1 kB", "gpt", "mixed", "caller", micro_steps=2),
+       trains(2, "zero1", "gpt", "mixed", "caller", micro_steps=2),
+       trains(2, "zero2", "gpt", "mixed", "caller", micro_steps=2),
+       trains(2, "zero3", "gpt", "mixed", "caller", micro_steps=2),
+       trains(3, "ddp", "odd", "skipping"),
+       trains(3, "zero1", "odd", "skipping"),
+       trains(3, "zero3", "odd", "skipping"),
+       *only_full(trains(W, wrapper, micro_steps=micro_steps) for W in (1, 2, 3, 4)
+                  for wrapper in PLAIN for micro_steps in (1, 2)), limit_s=120)
+def guards_change_nothing(wrapper, modules, **options):
     """Without guards, as the classes named Plain..., DDP and the stages give the same bits by the
     same collectives: kinds, order and bytes, construction included."""
     for name in modules:
@@ -1134,29 +1195,45 @@ AROUND = {"NCCL's collectives": native, "rank 0 late": partial(one_is_late, 0),
           "rank 2 late": partial(one_is_late, 2)}
 
 
-def option(W, *wrappers, modules=MODULES, sampled=MODULES, **options):
-    """Rows: these wrappers on the sampled modules; with --full on all modules."""
-    sample = [dict(W=W, wrapper=wrapper, modules=sampled, **options) for wrapper in wrappers]
-    return sample + only_full([dict(row, modules=modules) for row in sample])
+def full_options():
+    for around in AROUND:
+        for wrapper in ("ddp all", "ddp, 1 kB", *STAGES):
+            for W in (2, 3):
+                yield trains(W, wrapper, around=around)
+    for W in (2, 3, 4):
+        for wrapper in ("ddp all", "ddp one node", "zero1 in ones", "zero3 in ones"):
+            yield trains(W, wrapper)
+        for wrapper in ("zero1", "zero2", "zero3"):
+            for optimizer in ("sgd", "foreach"):
+                yield trains(W, wrapper, optimizer=optimizer)
+    for act in ACTS:
+        for wrapper in ("ddp, 1 kB", "zero3"):
+            yield trains(3, wrapper, "odd", "lora", act=act)
 
 
-def odd_steps():
-    rows = grid(W=(2, 3), act=ACTS, wrapper=("ddp, 1 kB", "zero3"), modules=(("odd", "lora"),))
-    for row in rows:
-        yield from [row] if row["W"] == 2 else only_full([row])
-
-
-@check(*option(2, "ddp all", *STAGES, around="NCCL's collectives", sampled=("gpt", "odd", "again")),
-       *option(2, "ddp, 1 kB", "zero1", "zero3", around="rank 0 late",
-               sampled=("gpt", "odd")),
-       *option(3, "ddp, 1 kB", "zero2", "zero3", around="rank 2 late",
-               sampled=("again",)),
-       *option(2, "zero1 in ones", "zero3 in ones", sampled=("gpt", "again")),
-       *option(3, "ddp all", "ddp one node", sampled=("gpt", "odd", "mixed")),
-       *option(2, "zero1", "zero3", optimizer="sgd", sampled=("lora", "odd")),
-       *option(3, "zero2", "zero3", optimizer="foreach", sampled=("lora", "odd")),
-       *option(4, "zero1 in twos", "zero3 in twos", naive="ddp nodes of 2", sampled=("gpt",)),
-       *odd_steps(), limit_s=120)
+@check(trains(2, "ddp all", "gpt", "odd", "again", around="NCCL's collectives"),
+       trains(2, "zero1", "gpt", "odd", "again", around="NCCL's collectives"),
+       trains(2, "zero2", "gpt", "odd", "again", around="NCCL's collectives"),
+       trains(2, "zero3", "gpt", "odd", "again", around="NCCL's collectives"),
+       trains(2, "ddp, 1 kB", "gpt", "odd", around="rank 0 late"),
+       trains(2, "zero1", "gpt", "odd", around="rank 0 late"),
+       trains(2, "zero3", "gpt", "odd", around="rank 0 late"),
+       trains(3, "ddp, 1 kB", "again", around="rank 2 late"),
+       trains(3, "zero2", "again", around="rank 2 late"),
+       trains(3, "zero3", "again", around="rank 2 late"),
+       trains(2, "zero1 in ones", "gpt", "again"),
+       trains(2, "zero3 in ones", "gpt", "again"),
+       trains(3, "ddp all", "gpt", "odd", "mixed"),
+       trains(3, "ddp one node", "gpt", "odd", "mixed"),
+       trains(4, "zero1 in twos", "gpt", naive="ddp nodes of 2"),
+       trains(4, "zero3 in twos", "gpt", naive="ddp nodes of 2"),
+       trains(2, "zero1", "lora", "odd", optimizer="sgd"),
+       trains(2, "zero3", "lora", "odd", optimizer="sgd"),
+       trains(3, "zero2", "lora", "odd", optimizer="foreach"),
+       trains(3, "zero3", "lora", "odd", optimizer="foreach"),
+       *(trains(2, "ddp, 1 kB", "odd", "lora", act=act) for act in ACTS),
+       *(trains(2, "zero3", "odd", "lora", act=act) for act in ACTS),
+       *only_full(full_options()), limit_s=120)
 def options_change_no_bit(wrapper, modules, naive="naive", around=None, **options):
     """Bits stay those of `average_gradients` with NCCL's collectives, a rank that is late
     everywhere, groups of one rank, hooks that send everything, and any element-by-element
@@ -1183,12 +1260,15 @@ def compiling_changes_no_bit(wrapper):
 def buckets_fill_in_order():
     """Buckets take 1 MB, 2 MB and so on, up to the limit; each has one dtype, and parameters of
     another one do not close it; a parameter larger than the limit is alone."""
-    fp32, fp64 = torch.empty(2**17), torch.empty(2**16, dtype=torch.float64)  # half a MB each
-    trained, large = torch.empty(2**17).requires_grad_(), torch.empty(2**20)
+    fp32 = torch.empty(2**17)
+    fp64 = torch.empty(2**16, dtype=torch.float64)  # half a MB each
+    trained = torch.empty(2**17).requires_grad_()
+    large = torch.empty(2**20)
 
     def assert_buckets(expected, *parameters):
         """expected: places in parameters."""
-        found, rest = [], list(enumerate(parameters))
+        found = []
+        rest = list(enumerate(parameters))
         for bucket in ddp.fill_buckets(parameters, 3 * 2**20):
             found.append([])
             for p in bucket:
@@ -1212,9 +1292,14 @@ def ddp_overlaps():
     Seen without a clock: the hook of the last gradient does not return until the first one has
     become the mean. A wrapper that communicates after the backward would wait for ever.
     """
-    rank, W, sent, start_s = dist.get_rank(), dist.get_world_size(), Counter(), []
+    rank = dist.get_rank()
+    W = dist.get_world_size()
+    sent = Counter()
+    start_s = []
     module = nn.Sequential(*(nn.Linear(30, 30) for _ in range(8)))
-    model, x, first = DDP(module, bucket_cap_mb=1e-6), torch.ones(3, 30) * rank, module[7].weight
+    model = DDP(module, bucket_cap_mb=1e-6)
+    x = torch.ones(3, 30) * rank
+    first = module[7].weight
 
     def note(operation, tensors):
         sent[operation] += 1
@@ -1269,8 +1354,12 @@ def inputs_keep_their_containers():
 def top_k_loses_nothing():
     """What top-k has applied and what it keeps add up to all gradients: error feedback, without
     which the small ones would never be applied."""
-    W, rank, missing = dist.get_world_size(), dist.get_rank(), Counter()
-    state, module, plain = TopKState(0.1, start_iter=1), fresh("gpt"), fresh("gpt")
+    W = dist.get_world_size()
+    rank = dist.get_rank()
+    missing = Counter()
+    state = TopKState(0.1, start_iter=1)
+    module = fresh("gpt")
+    plain = fresh("gpt")
     model = DDP(module, bucket_cap_mb=0.005)
     model.register_comm_hook(state, top_k_hook)
     for step in range(4):  # weights stay, so both have the same gradients
@@ -1317,7 +1406,9 @@ def mistakes_are_named(wrapper):
     """Ranks whose modules differ all raise, naming the first difference; so do a backward through
     weights that a step has changed, a wrapper in a wrapper, a lookup that changes weights. The next
     wrapper works."""
-    rank, x, wrap = dist.get_rank(), torch.ones(3, 5), WRAPPERS[wrapper]
+    rank = dist.get_rank()
+    x = torch.ones(3, 5)
+    wrap = WRAPPERS[wrapper]
     for change, name in CHANGES.items():
         module = fresh("lora")
         if rank > 0:
@@ -1328,7 +1419,8 @@ def mistakes_are_named(wrapper):
     model(x, 0).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     raises(RuntimeError, "modified", old.backward)
-    for module in (model, nn.Sequential(DDP(fresh("lora"))), DistributedDataParallel(fresh("lora"))):
+    of_torch = DistributedDataParallel(fresh("lora"))
+    for module in (model, nn.Sequential(DDP(fresh("lora"))), of_torch):
         raises(RuntimeError, "wrap the plain module", wrap, module)
     raises(RuntimeError, "must not be wrapped again", DistributedDataParallel, model)
     lookups = nn.ModuleList([nn.Embedding(9, 4, max_norm=1)])
@@ -1342,7 +1434,8 @@ def mistakes_are_named(wrapper):
 def unused_parameters_are_named():
     """Without find_unused_parameters a DDP raises on every rank after a backward that has left
     parameters out on some rank, and names them."""
-    rank, model = dist.get_rank(), DDP(fresh("odd"))
+    rank = dist.get_rank()
+    model = DDP(fresh("odd"))
     # In turn 0 all ranks use what is used sometimes; in the other case only rank 0.
     for turn, expected in ((0, {"never"}), (min(rank, 1), {"never", "sometimes"})):
         text = raises(RuntimeError, "never.weight", model(torch.ones(3, 5), turn).backward)
@@ -1388,7 +1481,8 @@ def fillable():
 
 
 def fill(module):
-    parameters, buffers = module.parameters(recurse=False), module.buffers(recurse=False)
+    parameters = module.parameters(recurse=False)
+    buffers = module.buffers(recurse=False)
     for t in itertools.chain(parameters, buffers):
         t.fill_(dist.get_rank() + 7)
 
@@ -1398,8 +1492,11 @@ def meta_device_is_filled(stage):
     """From the meta device a GPT gets the weights of building it whole, no rank ever holding more
     than its shards and some units; other modules reset themselves or take init_fn; rank 0 counts.
     """
-    wrap, W, before = STAGES[stage], dist.get_world_size(), live_bytes()
-    gpt, held = on_meta(small_gpt, n_layer=8), []
+    wrap = STAGES[stage]
+    W = dist.get_world_size()
+    before = live_bytes()
+    gpt = on_meta(small_gpt, n_layer=8)
+    held = []
     init_weights = gpt.init_weights
 
     def init_weights_and_note():
@@ -1407,7 +1504,8 @@ def meta_device_is_filled(stage):
         held.append(live_bytes() - before)
 
     gpt.init_weights = init_weights_and_note
-    model, whole = wrap(gpt), small_gpt(n_layer=8)
+    model = wrap(gpt)
+    whole = small_gpt(n_layer=8)
     same_bits({n: p.detach() for n, p in whole.named_parameters()}, dict(model.full_parameters()))
     psi = sum(p.nbytes for p in whole.parameters())
     block = sum(p.nbytes for p in whole.blocks[0].parameters())
@@ -1428,10 +1526,12 @@ def meta_device_is_filled(stage):
 
 @check(*grid(W=(1, 3), stage=STAGES), *only_full(grid(W=(2, 4), stage=STAGES)))
 def state_dicts_round_trip(stage):
-    """Shards are (n, 1, ..., 1) under the module's names; whole and sharded state dicts come back as
-    they were given; a misfit is named, and nothing is written then."""
+    """Shards are (n, 1, ..., 1) under the module's names; whole and sharded state dicts come back
+    as they were given; a misfit is named, and nothing is written then."""
     for name in ("odd", "experts", "again", "mixed"):
-        plain, model, x = fresh(name), STAGES[stage](fresh(name)), torch.ones(3, 5)
+        plain = fresh(name)
+        model = STAGES[stage](fresh(name))
+        x = torch.ones(3, 5)
         shards = model.state_dict()
         good = {n: t.clone() for n, t in plain.state_dict().items()}
         assert list(shards) == list(good), "other names, or another order"
@@ -1461,7 +1561,9 @@ def buffers_given_back_are_read(stage):
     the root, are late for the first unit. gloo reads a buffer when the receiver asks for it, so an
     early reuse sends zeros.
     """
-    x, module, W = torch.randn(2, 256), Chain(6, 256), dist.get_world_size()
+    x = torch.randn(2, 256)
+    module = Chain(6, 256)
+    W = dist.get_world_size()
     with torch.no_grad():
         for ahead in range(W):
             model = STAGES[stage](Chain(6, 256))
@@ -1493,7 +1595,8 @@ class Net(nn.Module):
 
     def __init__(self, calls=None, unit=partial(nn.Linear, 4, 4), tied=False):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList(unit() for _ in range(3)), nn.Linear(4, 2)
+        self.blocks = nn.ModuleList(unit() for _ in range(3))
+        self.head = nn.Linear(4, 2)
         self.scale = nn.Parameter(torch.ones(()))
         self.calls = Net.plain if calls is None else calls
         if tied:
@@ -1513,7 +1616,9 @@ class Script:
 
     def __init__(self, wrap, build, x):
         torch.manual_seed(0)
-        self.module, self.wrap, self.x = build(), wrap, x
+        self.module = build()
+        self.wrap = wrap
+        self.x = x
         self.model = wrap(self.module)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
@@ -1540,7 +1645,9 @@ class Script:
 
 SCRIPTS = []
 # What errors say.
-ABSENT, CHANGED, COPIED = "parameter has a value", "after wrapping", "copy the module"
+ABSENT = "parameter has a value"
+CHANGED = "after wrapping"
+COPIED = "copy the module"
 ONE_PART = "one rank's part"
 
 
@@ -1548,7 +1655,8 @@ def script(zero="", ddp="", both="", build=Net):
     """Note a script: what the error of a stage says, that of DDP, or of both, and what builds the
     module. Without a text it has to be right."""
     def note(function):
-        of_stage, of_ddp = zero or both, ddp or both
+        of_stage = zero or both
+        of_ddp = ddp or both
         function.refusals = {"ddp": of_ddp, **dict.fromkeys(STAGES, of_stage)}
         function.build = build
         SCRIPTS.append(function)
@@ -1999,7 +2107,8 @@ def scripts_are_right_or_refused(script):
         plain = Script(not_wrapped, script.build, batch)
         script(plain)
         script(wrapped)
-        expected, found = plain.result(), wrapped.result()
+        expected = plain.result()
+        found = wrapped.result()
         for n, t in expected.items():
             if not torch.allclose(found[n], t, rtol=1e-4, atol=1e-5):
                 fact = difference(n, expected, found[n])
@@ -2017,8 +2126,10 @@ def not_wrapped(module):
 def llama_logits(gpt, idx):
     """The logits of a Llama by its definition, a head at a time, from the weights of a GPT, where
     q, k and v, as well as gate and up, are the rows of one matrix."""
-    c, weights = gpt.config, gpt.state_dict()
-    T, hs = idx.size(1), c.n_embd // c.n_head
+    c = gpt.config
+    weights = gpt.state_dict()
+    T = idx.size(1)
+    hs = c.n_embd // c.n_head
     half = hs // 2
     angle = torch.arange(T)[:, None] * c.rope_theta ** (-torch.arange(0, hs, 2) / hs)
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -2030,7 +2141,8 @@ def llama_logits(gpt, idx):
         return x @ weights[f"{name}.weight"].T
 
     def turned(x):
-        a, b = x[..., :half], x[..., half:]
+        a = x[..., :half]
+        b = x[..., half:]
         first = a * angle.cos() - b * angle.sin()
         second = b * angle.cos() + a * angle.sin()
         return torch.cat((first, second), -1)
@@ -2039,7 +2151,8 @@ def llama_logits(gpt, idx):
     for i in range(c.n_layer):
         name = f"blocks.{i}"
         rows = linear(norm(x, f"{name}.attn_norm"), f"{name}.attn.qkv")
-        parts, heads = rows.split(hs, dim=-1), []
+        parts = rows.split(hs, dim=-1)
+        heads = []
         for h in range(c.n_head):
             k = c.n_head + h * c.n_kv_head // c.n_head  # its key, and n_kv_head later its value
             scores = turned(parts[h]) @ turned(parts[k]).transpose(-2, -1) / math.sqrt(hs)
@@ -2062,7 +2175,9 @@ def model_is_a_llama(backend):
     """Logits are a Llama's by its definition, and the loss is the mean of their cross-entropies.
     Explicit attention and torch.compile of each block change loss and gradients by rounding only,
     recomputing blocks changes no bit. (With a C++ compiler by --full: that takes a minute.)"""
-    idx, found, calls = torch.arange(32).view(2, 16), {}, {}
+    idx = torch.arange(32).view(2, 16)
+    found = {}
+    calls = {}
     targets = idx.roll(-1).masked_fill(idx < 3, -1)
     for how, options in VARIANTS.items():
         gpt = small_gpt(tied=False, n_layer=1, **options)
@@ -2100,16 +2215,19 @@ def model_is_as_named():
     random state, the order, the depth or meta."""
     for name, millions in SIZES.items():
         gpt = on_meta(GPT, GPTConfig(vocab_size=50257, **PRESETS[name]))
-        N, c = sum(p.numel() for p in gpt.parameters()), gpt.config
+        N = sum(p.numel() for p in gpt.parameters())
+        c = gpt.config
         assert abs(N / millions / 1e6 - 1) < 0.06, f"{name} has {N:,} parameters"
         # PaLM, arXiv 2204.02311, appendix B: 6 N + 12 L H Q T
         assert gpt.flops_per_token() == 6 * N + 12 * c.n_layer * c.n_embd * c.block_size
-    gpt, late = small_gpt(), on_meta(small_gpt).to_empty(device="cpu")
+    gpt = small_gpt()
+    late = on_meta(small_gpt).to_empty(device="cpu")
     first, second = gpt.blocks
     assert not torch.equal(first.mlp.down.weight, second.mlp.down.weight), "blocks are alike"
     late.init_weights()
     same_bits(gpt.state_dict(), late.state_dict(), "from meta")
-    deeper, other = small_gpt(n_layer=3).state_dict(), small_gpt(seed=1).state_dict()
+    deeper = small_gpt(n_layer=3).state_dict()
+    other = small_gpt(seed=1).state_dict()
     for n, p in gpt.named_parameters():
         if p.dim() == 1:
             assert (p == 1).all(), f"{n} is not ones"
@@ -2187,7 +2305,8 @@ def run_train(out_dir, W=1, plant=nothing, argv=None, **options):
     all.
     """
     words = flags(out_dir=out_dir, **options) if argv is None else argv
-    folder, processes = pathlib.Path(tempfile.mkdtemp()), []
+    folder = pathlib.Path(tempfile.mkdtemp())
+    processes = []
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for rank in range(W):
         (folder / str(rank)).mkdir()
@@ -2216,14 +2335,16 @@ def run_train(out_dir, W=1, plant=nothing, argv=None, **options):
 
 def wait_for_end(processes):
     """Wait until all have ended, or their time is over."""
-    deadline, has_ended_others = time.monotonic() + LIMIT_S, False
+    deadline = time.monotonic() + LIMIT_S
+    has_ended_others = False
     while time.monotonic() < deadline:
         codes = [process.exitcode for process in processes]
         if None not in codes:
             return
         if any(codes) and not has_ended_others:
             time.sleep(0.5)  # those that end by themselves may do so
-            has_ended_others, deadline = True, time.monotonic() + 6
+            has_ended_others = True
+            deadline = time.monotonic() + 6
             for process in processes:
                 process.terminate()
         time.sleep(0.01)
@@ -2277,7 +2398,8 @@ def in_update(n, on_rank, act, *arguments):
     AdamW.step is what every mode calls once in a step, between the collectives of the backward and
     those of the next forward, so the others wait for the rank to which something happens here.
     """
-    update, calls = torch.optim.AdamW.step, itertools.count(1)
+    update = torch.optim.AdamW.step
+    calls = itertools.count(1)
 
     def step(optimizer, *closure):
         if next(calls) == n and on_rank in (None, this_rank()):
@@ -2293,7 +2415,8 @@ def spoil(function, calls, value):
 
     Both are what only one rank sees, while all have to decide alike.
     """
-    real, n = getattr(F, function), itertools.count(1)
+    real = getattr(F, function)
+    n = itertools.count(1)
 
     def spoiled(*arguments, **options):
         found = real(*arguments, **options)
@@ -2357,7 +2480,10 @@ class Family:
     """Stories that have to end on the same bits. The first one is what others are compared with."""
 
     def __init__(self, name):
-        self.name, self.stories, self.lock, self.first_end = name, [], threading.Lock(), None
+        self.name = name
+        self.stories = []
+        self.lock = threading.Lock()
+        self.first_end = None
 
     def expected(self):
         """How the first story ends, which is told once."""
@@ -2497,7 +2623,8 @@ def tell(story):
         for leg in story.legs:
             if "fact" in leg:  # rank 0 speaks; a rank that is lost may end in any way
                 leg = dict(leg)
-                status, fact = leg.pop("status"), leg.pop("fact")
+                status = leg.pop("status")
+                fact = leg.pop("fact")
                 run = run_train(folder, **leg)
                 assert run.codes[0] == status and re.search(fact, run.stderr[0]), run
                 assert "Traceback" not in run.stderr[0], run.stderr[0]
@@ -2512,7 +2639,8 @@ def tell(story):
         for name in ("loss", "val_loss"):
             end[f"{name} of step {entry['step']}"] = entry[name]
     end["sample"] = re.search(r"sample:.*(?=RESULT)", result["stdout"], re.DOTALL)[0]
-    end["train_loss"], end["val_loss"] = result["train_loss"], result["val_loss"]
+    end["train_loss"] = result["train_loss"]
+    end["val_loss"] = result["val_loss"]
     return end
 
 
@@ -2636,7 +2764,8 @@ def torchrun_goes_on(event):
     """After kill -9 of a rank in the middle of a checkpoint, or of a whole node, and when a node
     joins, torchrun starts all ranks again, as many as there are: they resume by themselves, never
     from an earlier run's checkpoints, and end on the bits of one process."""
-    joins, event = event == "a node joins", EVENTS[event]
+    joins = event == "a node joins"
+    event = EVENTS[event]
     with temporary() as folder:
         out = folder / "out"
         options = dict(max_steps=event.steps, save_interval=1, global_batch_size=6)
@@ -2656,7 +2785,8 @@ def torchrun_goes_on(event):
                 time.sleep(0.1)
         for agent in agents:
             agent.join(60)
-        printed, entries = (folder / "stdout").read_text(), lines_of(out / "metrics.jsonl")
+        printed = (folder / "stdout").read_text()
+        entries = lines_of(out / "metrics.jsonl")
     found = re.findall(r"^resumed.* on (\d) ranks \((\d) before\)$", printed, re.MULTILINE)
     restarts = [(str(now), str(before)) for before, now in itertools.pairwise(event.worlds)]
     assert found == restarts, f"restarts (now, before) {found}, expected {restarts}: {printed}"
@@ -2697,7 +2827,8 @@ def a_run_is_a_plain_loop():
     with temporary() as folder:
         result = finish(folder / "out", global_batch_size=n, seed=5, beta1=0.9, beta2=0.99,
                         weight_decay=0.1, grad_clip=MAX_NORM, plant=partial(log_batches, folder))
-        batches, entries = lines_of(folder / "batches"), lines_of(folder / "out/metrics.jsonl")
+        batches = lines_of(folder / "batches")
+        entries = lines_of(folder / "out/metrics.jsonl")
     gpt = GPT(GPTConfig(seed=5, vocab_size=257, n_layer=2, n_head=2, n_embd=16, block_size=16,
                         n_kv_head=2))
     optimizer = adamw(gpt.parameters(), betas=(0.9, 0.99))
@@ -2737,7 +2868,9 @@ def data_and_rates_are_as_promised():
     """No sample comes twice in an epoch, and epochs have another order. nanoGPT's folders are read.
     Warm-up is linear, then a cosine. (That ranks take the samples in this order is what the hashes
     of any number of ranks show.)"""
-    n, batch, steps = 50, 12, 8
+    n = 50
+    batch = 12
+    steps = 8
     tokens = [0]
     for i in range(n):
         tokens += i // 256, i % 256, 0, 0
@@ -2794,7 +2927,8 @@ def damaged_checkpoints_are_named():
             assert result["param_sha256"] == expected, f"after {name} was damaged: other bits"
 
     with temporary() as folder:
-        sound, newest = folder / "sound", "step_00000004"
+        sound = folder / "sound"
+        newest = "step_00000004"
         options = dict(mode="zero2", save_interval=1, eval_steps=0)
         expected = finish(sound, 2, **options)["param_sha256"]
         names = sorted(path.name for path in (sound / newest).iterdir())
@@ -2900,7 +3034,8 @@ def mistakes_are_one_line():
             files = re.findall(r"DATA/([\w.]+)", line)
             facts[line] = files[0] if files else re.findall(r"--(\w+)", line)[0]
         two_at_a_time(try_out, *zip(*facts.items()))
-        here, out = partial(elsewhere, data), data / "out"
+        here = partial(elsewhere, data)
+        out = data / "out"
         refused("single", out, 2, mode="single")
         refused("lr", out, 2, mode="ddp", plant=other_rate)
         refused("differ in data", out, 2, mode="ddp", dataset="text", plant=here)
@@ -3218,7 +3353,11 @@ class Row:
         self.W = self.arguments.pop("W")
         words = []
         for name, value in self.arguments.items():
-            if isinstance(value, (str, Story)):
+            if value == MODULES:
+                words.append("all modules")
+            elif isinstance(value, tuple):
+                words.append(" ".join(value))
+            elif isinstance(value, (str, Story)):
                 words.append(str(value))  # it speaks for itself
             else:
                 words.append(getattr(value, "__name__", f"{name} {value}"))
@@ -3270,7 +3409,8 @@ def run_parts(parts):
     """Run {claim: rows} one after the other, each claim above its rows; return the number of
     failures. They are printed once more at the end, where they are seen."""
     print(f"{'check':30s} {'W':>4s} {'seconds':>7s}")
-    found, lanes = [], ({}, {}, {})
+    found = []
+    lanes = ({}, {}, {})
     for claim, rows in parts.items():
         if claim:
             print(f"\n{claim}:\n")
@@ -3296,7 +3436,8 @@ def rows_of(checks, is_full=False, names=()):
     for function in checks:
         for arguments in function.rows:
             row = Row(function, arguments)
-            if (is_full or not row.only_full) and (not names or any(name in row.name for name in names)):
+            is_chosen = not names or any(name in row.name for name in names)
+            if is_chosen and (is_full or not row.only_full):
                 rows.append(row)
     return rows
 
