@@ -1811,7 +1811,7 @@ def replaces_data(s):
 
 @script()
 def scales_data_in_place(s):
-    s.step()
+    s.loss()  # so the weights are gathered
     for p in s.parameters:
         p.data.mul_(0.5)
     s.step()
