@@ -2238,7 +2238,9 @@ def model_is_a_llama(backend):
     same_bits(found["plain"], found["recomputed"], "recomputed")
     assert gpt.generate(idx, 3, top_k=2).shape == (2, 19), "three tokens were to be added"
     likeliest = llama_logits(gpt, idx)[:, -1].argmax(-1)
-    assert torch.equal(gpt.generate(idx, 1, temperature=0)[:, -1], likeliest), "not the likeliest"
+    for options in (dict(temperature=0), dict(top_k=1)):
+        found = gpt.generate(idx, 1, **options)[:, -1]
+        assert torch.equal(found, likeliest), f"{options}: not the likeliest token"
 
 
 # In millions of parameters.
