@@ -907,7 +907,7 @@ def own_module(wrapper, file):
 
 
 # -------------------------------------------------------------------------------------------------
-# 4. formulas of bytes: what a rank sends, and what it holds
+# 4. formulas of bytes: what a rank receives, and what it holds
 
 
 class Chain(nn.Module):
@@ -946,8 +946,8 @@ def traffic_is_the_formulas(wrapper):
     share = 1 - 1 / dist.get_world_size()
     n = 8
     x = torch.ones(3, 48)
-    unit = 4 * 48 * 48
-    root = 4 * 64  # bytes
+    unit = 4 * 48 * 48  # bytes
+    root = 4 * 64
     psi = n * unit + root
     received = Counter()
 
@@ -1087,7 +1087,8 @@ def ddp_keeps_one_gradient():
     assert live_bytes() <= before + 1024, f"{live_bytes() - before} bytes are left"
 
 
-# Each part of the proof: what it claims, and the checks that show it.
+# Each part of the proof: what it claims, and the checks that show it. Memory is first, as its row
+# of 1,024 ranks takes longest.
 PROOF = {
     "W ranks, in any wrapper, end on the bits of one process that runs a plain loop":
         [bits_of_one_process],
@@ -1276,8 +1277,8 @@ def compiling_changes_no_bit(wrapper):
 def buckets_fill_in_order():
     """Buckets take 1 MB, 2 MB and so on, up to the limit; each has one dtype, and parameters of
     another one do not close it; a parameter larger than the limit is alone."""
-    fp32 = torch.empty(2**17)
-    fp64 = torch.empty(2**16, dtype=torch.float64)  # half a MB each
+    fp32 = torch.empty(2**17)  # half a MB, as the next two
+    fp64 = torch.empty(2**16, dtype=torch.float64)
     trained = torch.empty(2**17).requires_grad_()
     large = torch.empty(2**20)
 
@@ -2539,7 +2540,7 @@ FAMILIES = {}  # {name: Family}
 STORY_ROWS = []
 
 
-def tale(family, name, *legs, is_sampled=True):
+def add_story(family, name, *legs, is_sampled=True):
     """Add a story to a family."""
     family = FAMILIES.setdefault(family, Family(family))
     story = Story(family, name, legs, is_sampled)
@@ -2551,7 +2552,7 @@ def one(family, W, mode, is_sampled=True, **options):
     """A story of one leg."""
     facts = [f"{name} {value}" for name, value in options.items() if name != "plant"]
     name = ", ".join([f"{mode} on {W}", *facts])
-    tale(family, name, dict(W=W, mode=mode, **options), is_sampled=is_sampled)
+    add_story(family, name, dict(W=W, mode=mode, **options), is_sampled=is_sampled)
 
 
 def chain(family, *legs, is_sampled=True, **options):
@@ -2560,7 +2561,7 @@ def chain(family, *legs, is_sampled=True, **options):
     for step, (mode, W) in enumerate(legs, start=1):
         runs.append(dict(mode=mode, W=W, max_steps=step, save_interval=1, resume="auto", **options))
     name = ", ".join(f"{mode} on {W}" for mode, W in legs)
-    tale(family, name, *runs, is_sampled=is_sampled)
+    add_story(family, name, *runs, is_sampled=is_sampled)
 
 
 def disturbed(mode, status, fact, on_rank, act, *arguments):
@@ -2572,7 +2573,7 @@ def disturbed(mode, status, fact, on_rank, act, *arguments):
     plant = partial(in_update, 2, on_rank, act, *arguments)
     words = [getattr(argument, "name", str(argument)) for argument in arguments]
     what = " ".join([act.__name__, *words])
-    tale("two", f"{mode} on 2, rank {on_rank}: {what}",
+    add_story("two", f"{mode} on 2, rank {on_rank}: {what}",
          dict(options, timeout_s=3, status=status, fact=fact, plant=plant), options)
 
 
