@@ -123,6 +123,8 @@ def add_in_rank_order(contributions, out):
 #   rank c    c0  c1  c2      .   .   S2                   S0  S1  S2      S2 = (a2 + b2) + c2
 #
 # One after the other they are an all-reduce. Each costs (W-1)/W of the buffer's elements sent.
+# Chunks are equal, or nearly so, unless the caller says where they end, as ZeRO does where no chunk
+# is to end within a parameter: then some may be empty.
 #
 # Each function starts the communication, and returns a function that waits for its end. On an
 # accelerator the current stream waits, and the CPU goes on. Call all of them on the stream of the
@@ -150,42 +152,84 @@ def exchange(sends, receives, process_group, tag):
     return wait
 
 
-def reduce_scatter(flat, process_group=None, tag=0):
+def cut(flat, cuts, process_group):
+    """The W chunks of flat: the r-th ends where the next begins, at cuts[r]; cuts has W-1 numbers.
+    None: as nearly equal as `Tensor.tensor_split(W)` makes them."""
+    W = dist.get_world_size(process_group)
+    return flat.tensor_split(W if cuts is None else cuts)
+
+
+def exchange_pieces(flat, pieces, process_group, tag):
+    """Start to send the r-th of pieces, which are slices of flat, to rank r -> (a function that
+    waits, [what each rank has sent to this one, in rank order], each as long as its own piece).
+
+    On a CPU by `exchange`. On an accelerator by all_to_all_single, which is one call for Python at
+    any W, but takes a quarter longer on gloo. It copies this rank's own piece, too.
+    """
+    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
+    own = pieces[rank]
+    if own.is_cpu:
+        contributions = list(own.new_empty(W - 1, len(own)))  # of the others
+        contributions.insert(rank, own)  # now the r-th is rank r's
+        return exchange(pieces, contributions, process_group, tag), contributions
+    arrived = own.new_empty(W * len(own))
+    lengths = [len(piece) for piece in pieces]
+    sent = flat if sum(lengths) == len(flat) else torch.cat(pieces)
+    work = dist.all_to_all_single(arrived, sent, [len(own)] * W, lengths, group=process_group,
+                                  async_op=True)
+    return work.wait, list(arrived.tensor_split(W))
+
+
+def reduce_scatter(flat, process_group=None, tag=0, cuts=None, most_bytes=math.inf):
     """Start to send each rank its chunk of flat, 1-D -> a function finish(out, earlier), which
-    waits and adds. The chunks are those of `Tensor.tensor_split(W)`.
+    waits and adds. The chunks are those of `cut`.
 
     finish writes to out the sum, by `add_in_rank_order`, of the tensors in the list earlier (ZeRO
     has the sum of earlier micro-steps there), and then of what each rank has in this rank's chunk.
     Without arguments out is this rank's chunk of flat itself, so the sum is in place.
 
-    Costs (W-1)/W of flat's elements sent, and as much memory for those that arrive, which finish
-    frees. Not torch's own: that adds in an order of its own, and 16-bit numbers in 16 bits. Not
-    all_to_all_single: that takes a quarter longer on gloo.
+    Costs: the others' chunks sent, and W-1 times this rank's chunk of memory, for what arrives,
+    which finish frees. With equal chunks that is less than flat. With others it may be W-1 times as
+    much: so then chunks go in pieces, one after the other, of which at most most_bytes arrive at
+    once. While finish adds one, the next is on its way: two have memory. Only the first is on its
+    way before finish is called.
+
+    Not torch's own: that adds in an order of its own, and 16-bit numbers in 16 bits.
     """
-    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
-    chunks = flat.tensor_split(W)
-    own = chunks[rank]
-    contributions = list(flat.new_empty(W - 1, len(own)))  # of the others
-    contributions.insert(rank, own)  # now the r-th is rank r's
-    wait = exchange(chunks, contributions, process_group, tag)
+    chunks = cut(flat, cuts, process_group)
+    own = chunks[dist.get_rank(process_group)]
+    longest = max(len(chunk) for chunk in chunks)
+    n_arriving = longest * flat.itemsize * (len(chunks) - 1)
+    n_pieces = max(1, math.ceil(n_arriving / most_bytes))
+    size = max(1, math.ceil(longest / n_pieces))  # elements of a piece
+
+    def start_piece(first):
+        pieces = [chunk[first:first + size] for chunk in chunks]
+        return exchange_pieces(flat, pieces, process_group, tag)
+
+    under_way = [start_piece(0)]
 
     def finish(out=own, earlier=()):
-        wait()
-        add_in_rank_order([*earlier, *contributions], out)
-        contributions.clear()  # frees what has arrived, whoever keeps this function
+        for first in range(0, longest, size):
+            wait, contributions = under_way.pop()
+            wait()
+            if first + size < longest:
+                under_way.append(start_piece(first + size))
+            slices_of_earlier = [t[first:first + size] for t in earlier]
+            add_in_rank_order(slices_of_earlier + contributions, out[first:first + size])
 
     return finish
 
 
-def all_gather(flat, process_group=None, tag=0):
+def all_gather(flat, process_group=None, tag=0, cuts=None):
     """Start to fill all chunks of flat, 1-D, from the ranks that own them -> a function that waits.
-    The chunks are those of `Tensor.tensor_split(W)`. Costs (W-1)/W of flat's elements sent. On a
-    CPU, or with chunks of different sizes, by `exchange`; otherwise by torch's own.
+    The chunks are those of `cut`. Costs W-1 times this rank's chunk sent: (W-1)/W of flat, if they
+    are equal. On a CPU, or with chunks of different sizes, by `exchange`; otherwise by torch's own.
     """
-    chunks = flat.tensor_split(dist.get_world_size(process_group))
+    chunks = cut(flat, cuts, process_group)
     own = chunks[dist.get_rank(process_group)]
     # On a CPU gloo's own takes three times as long. An accelerator's own wants equal chunks.
-    if flat.is_cpu or len(flat) % len(chunks) > 0:
+    if flat.is_cpu or any(len(chunk) != len(own) for chunk in chunks):
         return exchange([own] * len(chunks), chunks, process_group, tag)
     return dist.all_gather_single(flat, own, group=process_group, async_op=True).wait
 
@@ -240,6 +284,21 @@ class Slot:
     taken: torch.Tensor | None = None  # in ZeRO: that `.grad`, while a bucket is being reduced
 
 
+BUCKET_BYTES = 25 * 2**20  # torch DDP's number
+MESSAGE_BYTES = 2**18  # least size of a large bucket's chunk: smaller messages cost as much time
+ALIGN_CHUNK_BYTES = 16  # what chunks are a multiple of: so kernels and NCCL read 16 bytes at once
+
+
+def bucket_bytes(W):
+    """Largest size of a bucket for W ranks."""
+    return max(BUCKET_BYTES, W * MESSAGE_BYTES)
+
+
+def round_up(n, multiple):
+    """The smallest multiple that is at least n."""
+    return math.ceil(n / multiple) * multiple
+
+
 class Bucket:
     """Some parameters, and a flat buffer in which their gradients lie one after the other, each at
     a multiple of `align` elements:
@@ -248,7 +307,8 @@ class Bucket:
         gradients    a a a a a a - - b b - -    n = 12; a starts at 0, b at 8
 
         slots        {parameter: Slot}
-        gradients    (n,), the flat buffer, or None while there is no memory for it
+        gradients    the flat buffer, of n elements or a few more, so that it can be cut into
+                     chunks of one size; or None while there is no memory for it
     """
 
     def __init__(self, parameters, names, align=1):
@@ -256,7 +316,7 @@ class Bucket:
         for p in parameters:
             packed = torch.empty_like(p, device="meta")  # has p's order of dimensions, and no gaps
             self.slots[p] = Slot(names[p], p.shape, packed.stride(), self.n, owner=p)
-            self.n += math.ceil(p.numel() / align) * align
+            self.n += round_up(p.numel(), align)
         self.gradients = None
 
     def view(self, p, buffer):
@@ -386,6 +446,7 @@ class Reducer(torch.nn.Module):
         self._buffers_are_due = True  # whether the next one does
         self._backward = None  # the `Backward` under way
         self._has_averaged = False  # whether the last backward did
+        self._unread_counts = None  # a function that waits for the counts of `_refuse_unused`
         self._first_tag = self._agree_on_module(options) if init_sync else 0
 
     def _agree_on_module(self, options):
@@ -441,6 +502,7 @@ class Reducer(torch.nn.Module):
     def _prepare_forward(self):
         """Copy rank 0's buffers to all ranks; as in torch, not if the forward before ran under
         no_grad() or in no_sync()."""
+        self._refuse_unused()
         if self._buffers_are_due and self.forward_sync_buffers and not in_backward():
             broadcast([t for _, t in self._named("buffers")], self.process_group)
         self._buffers_are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -496,6 +558,7 @@ class Reducer(torch.nn.Module):
 
     def _prepare_for_backward(self, task):
         """Find out which gradients this backward will bring, and whether it averages."""
+        self._refuse_unused()
         unready = set()
         if self.require_backward_grad_sync:
             # Only parameters that this backward reaches: a bucket must not wait for the others. In
@@ -575,35 +638,49 @@ class Reducer(torch.nn.Module):
         rank has used gets its mean; one that no rank has used keeps `grad is None`.
         In any case note in `_has_averaged` whether this one has, and that no backward is under way.
         At last, with find_unused_parameters=False, raise RuntimeError naming the parameters that
-        are not frozen and that some rank has not used.
+        are not frozen and that some rank has not used: by `_refuse_unused`. On an accelerator that
+        is for the next forward or backward, as in torch: here the CPU would wait for the device.
         """
         backward = self._backward
-        n_ranks = []  # without averaging nothing is given, and nothing counts as unused
+        n_ranks = []  # without averaging nothing is given
         if backward.is_averaging:
             self._launch_ready_buckets(at_end=True)
             self._wait_for_buckets()
             n_ranks = self._count_ranks_that_used()
-        unused = []
         for p, n in zip(self._names, n_ranks):
             if n > 0:
                 self._bucket_of[p].give_mean(p)
-            if n < self.world_size and p.requires_grad:
-                unused.append(self._names[p])
         self._has_averaged = backward.is_averaging
         self._backward = None
-        if unused and not self.find_unused_parameters:
-            self._refuse(f"no gradient in this backward, on some rank, for {unused}: freeze them, "
-                         f"or pass find_unused_parameters=True, or use_reentrant=False")
+        if self._device_of_counts().type == "cpu":
+            self._refuse_unused()
 
     def _count_ranks_that_used(self):
-        """[on how many ranks each parameter was used]; W for all if this rank need not know."""
+        """[on how many ranks each parameter was used]; W for all if this rank has used all, since
+        then each gets its mean, whoever else has used it."""
         is_used = [p in self._backward.locally_used for p in self._names]
-        device = next(iter(self._names)).device
-        wait = count_ranks(is_used, device, self.process_group)
-        if all(is_used) and self.find_unused_parameters:
-            # It has used all, so each was used by some rank, and unused ones need not be named.
+        wait = count_ranks(is_used, self._device_of_counts(), self.process_group)
+        if not self.find_unused_parameters:
+            self._unread_counts = wait
+        if all(is_used):
             return [self.world_size] * len(is_used)
         return self._wait_for("agree on use", wait)
+
+    def _device_of_counts(self):
+        return next(iter(self._names)).device
+
+    def _refuse_unused(self):
+        """Raise where some rank has not used a parameter in the last backward, naming those."""
+        wait, self._unread_counts = self._unread_counts, None
+        if wait is None:
+            return
+        unused = []
+        for p, n in zip(self._names, self._wait_for("agree on use", wait)):
+            if n < self.world_size and p.requires_grad:
+                unused.append(self._names[p])
+        if unused:
+            self._refuse(f"no gradient in this backward, on some rank, for {unused}: freeze them, "
+                         f"or pass find_unused_parameters=True, or use_reentrant=False")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -615,7 +692,8 @@ class PlainDDP(Reducer):
     """Average gradients over the ranks of process_group during every backward of module.
 
     device_ids: None, or a list of the one device of module, to which inputs are moved.
-    bucket_cap_mb: largest size of a bucket; the first has 1 MB, the next ones double it.
+    bucket_cap_mb: largest size of a bucket; the first has 1 MB, the next ones double it. None: 25,
+    or W/4 if that is more.
     find_unused_parameters: whether a backward may leave parameters out. If not, and one does, every
     rank raises RuntimeError, naming them. If so, one that some rank used counts as zero elsewhere,
     and one that no rank used keeps `grad is None`.
@@ -637,13 +715,15 @@ class PlainDDP(Reducer):
     """
 
     def __init__(self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=True,
-                 init_sync=True, process_group=None, bucket_cap_mb=25, find_unused_parameters=False,
-                 check_reduction=False, gradient_as_bucket_view=False, static_graph=False,
-                 forward_sync_buffers=None):
+                 init_sync=True, process_group=None, bucket_cap_mb=None,
+                 find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False,
+                 static_graph=False, forward_sync_buffers=None):
         super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}",
                          init_sync)
         self.device_ids = device_ids
-        self.bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb  # torch's default
+        self.bucket_cap_mb = bucket_cap_mb
+        if bucket_cap_mb is None:
+            self.bucket_cap_mb = bucket_bytes(self.world_size) / 2**20
         init_sync_buffers = broadcast_buffers is None or broadcast_buffers
         self.forward_sync_buffers = init_sync_buffers
         if forward_sync_buffers is not None:
@@ -664,7 +744,8 @@ class PlainDDP(Reducer):
         buckets = []
         for parameters in fill_buckets(trained[::-1], self.bucket_cap_mb * 2**20):
             bucket = Bucket(parameters, names)
-            bucket.gradients = parameters[0].new_zeros(bucket.n)
+            multiple = self.world_size * ALIGN_CHUNK_BYTES // parameters[0].itemsize
+            bucket.gradients = parameters[0].new_zeros(round_up(bucket.n, multiple))
             buckets.append(bucket)
         self._track(buckets)
 
@@ -724,7 +805,7 @@ class PlainDDP(Reducer):
         future = self._comm_hook(self.comm_state, GradBucket(bucket, self._buckets))
 
         def wait():
-            bucket.gradients.copy_(future.wait())
+            bucket.gradients[:bucket.n].copy_(future.wait())
 
         return wait
 
@@ -757,7 +838,7 @@ class GradBucket:
 
     def __init__(self, bucket, buckets):
         self._bucket, self._buckets = bucket, buckets
-        self._buffer = bucket.gradients
+        self._buffer = bucket.gradients[:bucket.n]
 
     def index(self):
         return self._buckets.index(self._bucket)

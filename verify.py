@@ -1079,7 +1079,8 @@ def ddp_keeps_one_gradient():
         places.append({storage.data_ptr(): storage.nbytes() for storage in storages})
         assert len(places[-1]) < len(storages), "each gradient has memory of its own"
         found = sum(places[-1].values())
-        assert found <= n_bytes, f"gradients take {found} bytes, parameters {n_bytes}"
+        padding = len(places[-1]) * dist.get_world_size() * 16  # to equal chunks of 16 bytes each
+        assert found <= n_bytes + padding, f"gradients take {found} bytes, parameters {n_bytes}"
         assert module.inner.weight.grad.stride() == (1, 5), "not the parameter's strides"
         model.zero_grad(set_to_none=step != 2)
     assert all(place == places[0] for place in places), f"other memory: {places}"
@@ -2138,6 +2139,8 @@ def scripts_are_right_or_refused(script):
         wrapped = Script(WRAPPERS[wrapper], script.build, own)
         if refusal:
             raises(Exception, refusal, script, wrapped)
+            # A receive that is dropped before its message arrives spoils the group for later rows.
+            wrapped.model.zero_grad()
             continue
         plain = Script(not_wrapped, script.build, batch)
         script(plain)

@@ -55,11 +55,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ddp import (AllReduce, Bucket, Guards, HierarchicalState, Reducer, add_in_rank_order,
-                 all_gather, broadcast, count_ranks, fill_buckets, in_backward, reduce_scatter,
-                 weakly)
+from ddp import (ALIGN_CHUNK_BYTES, AllReduce, Bucket, Guards, HierarchicalState, Reducer,
+                 add_in_rank_order, all_gather, broadcast, bucket_bytes, count_ranks, fill_buckets,
+                 in_backward, reduce_scatter, round_up, weakly)
 
-BUCKET_BYTES = 25 * 2**20  # torch DDP's number
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
 
 
@@ -133,16 +132,33 @@ def gather_parameters(shards, process_group=None):
 
 # -------------------------------------------------------------------------------------------------
 # buckets and units
+#
+# Why Muon and ZeRO clash, and the way out. Muon's update of a matrix depends on all of its gradient:
+# it makes that orthogonal. A chunk of a bucket ends anywhere, so a matrix may lie half on one rank
+# and half on the next, and no rank has what Muon asks for. FSDP's users gather each matrix for the
+# step. Here the chunks of some buckets end between parameters: `Zero3(module, uncut=matrices)`. So
+# each matrix has one rank that owns it, and updates it as one process would.
+
+
+def choose_owners(parameters, loads):
+    """{parameter: the rank that owns all of it}. The largest first, each to the rank that has least
+    so far. loads: the bytes that each rank has so far, of the whole model; they grow."""
+    owners = {}
+    for p in sorted(parameters, key=torch.numel, reverse=True):
+        rank = loads.index(min(loads))
+        owners[p] = rank
+        loads[rank] += p.nbytes
+    return owners
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose parameters lie in flat buffers too, cut into W equal chunks of S elements, of
-    which rank r owns the r-th:
+    """A bucket whose parameters lie in flat buffers too, of n elements, which are cut into W chunks.
+    Rank r owns the r-th, which has S elements there:
 
-        unsharded          (W S,) in param_dtype: whole parameters, which forward and backward use;
-                           or None
+        unsharded          (n,) in param_dtype: whole parameters, which forward and backward use; or
+                           None
         sharded            (S,) in the parameters' own dtype: the optimizer's shards are views of it
-        gradients          (W S,) in reduce_dtype: this rank's gradients, or None
+        gradients          (n,) in reduce_dtype: this rank's gradients, or None
         sharded_gradients  (S,) as sharded: the means; the shards' `.grad` are views of it
         unreduced          parameters whose gradient of this backward, or of one in no_sync(), is in
                            gradients, and is not yet reduced
@@ -158,56 +174,94 @@ class ShardedBucket(Bucket):
         sharded_gradients  a view of g0 there   [g0]                 [g0]
 
     In another dtype or on another device (offload) a chunk has memory of its own in any stage. A
-    shard is this rank's part of one parameter, a view of `sharded`, and may be empty. It is the
-    slot's owner.
+    shard is this rank's part of one parameter, a view of `sharded`, and may be empty. The
+    optimizer gets it.
+
+    Where chunks end:
+
+        cuts    the elements at which chunks 1 to W-1 begin, for `reduce_scatter` and `all_gather`
+        owners  {parameter: the rank whose chunk has all of it}; or {}: then all chunks have S
+                elements, and parameters are cut where a chunk ends
+
+        three ranks   a a a b|b c c c|c d d -      owners {}: S = 4, and a gap of one at the end
+                      a a a b b|c c c c|d d        owners {a: 0, b: 0, c: 1, d: 2}; S = 5, 4, 2
     """
 
-    def __init__(self, unit, parameters, names, W, rank, device, param_dtype, reduce_dtype):
+    def __init__(self, unit, parameters, names, W, rank, device, param_dtype, reduce_dtype, owners):
         self.unit, self.rank, self.device, self.dtype = unit, rank, device, parameters[0].dtype
         is_float = self.dtype.is_floating_point
         self.param_dtype = param_dtype if param_dtype and is_float else self.dtype
         self.reduce_dtype = reduce_dtype if reduce_dtype and is_float else self.dtype
-        align = ALIGN_BYTES // min(self.dtype.itemsize, self.param_dtype.itemsize)
-        super().__init__(parameters, names, align)
-        self.size = max(1, math.ceil(self.n / W))  # S
-        self.n = W * self.size
+        itemsize = min(self.dtype.itemsize, self.param_dtype.itemsize)
+        if owners:
+            parameters = sorted(parameters, key=owners.get)  # those of an owner lie together
+        super().__init__(parameters, names, ALIGN_BYTES // itemsize)
+        self.n = max(1, self.n)  # some memory also for parameters without elements
+        self.owners = owners
+        if owners:
+            self.cuts = self.cut_between_owners(W)
+        else:
+            size = round_up(math.ceil(self.n / W), ALIGN_CHUNK_BYTES // itemsize)
+            self.n = W * size
+            self.cuts = [size * r for r in range(1, W)]
+        ends = [0, *self.cuts, self.n]
+        self.first, self.end = ends[rank], ends[rank + 1]  # of this rank's chunk
+        self.size = self.end - self.first  # S
         self.unsharded, self.sharded, self.sharded_gradients = None, None, None
         self.unreduced = set()
 
     # ---- which elements are this rank's
 
+    def cut_between_owners(self, W):
+        """[where the parameters of rank 1 begin, ...]. A rank that owns none has an empty chunk."""
+        cuts = []
+        for rank in range(1, W):
+            starts = [slot.start for p, slot in self.slots.items() if self.owners[p] >= rank]
+            cuts.append(min(starts, default=self.n))
+        return cuts
+
+    def is_elsewhere(self, p):
+        """Whether another rank owns all of p."""
+        return p in self.owners and self.owners[p] != self.rank
+
     def own_chunk(self, buffer):
-        """This rank's chunk of a (W S,) buffer: a view, (S,)."""
-        return buffer[self.rank * self.size:(self.rank + 1) * self.size]
+        """This rank's chunk of a (n,) buffer: a view, (S,)."""
+        return buffer[self.first:self.end]
 
     def lies_in(self, chunk, buffer):
-        """Whether chunk, (S,), is this rank's chunk of buffer, and not a copy."""
-        return buffer is not None and chunk.data_ptr() == self.own_chunk(buffer).data_ptr()
+        """Whether chunk, (S,), is this rank's chunk of buffer, and not a copy. By the memory that
+        they are views of, as the address of an empty chunk is 0 in any buffer."""
+        memory = chunk.untyped_storage()._cdata
+        return buffer is not None and memory == buffer.untyped_storage()._cdata
 
     def shard_range(self, p):
         """(first, end) of this rank's part of p, counted in elements within p, in order of memory.
         Both are the same number, from 0 to p's number of elements, where it has none.
 
-            W = 2, S = 8; p has 10 elements, of which the first is number 4 of the buffer:
+            W = 2, S = 8; p has 10 elements and no owner. Its first is number 4 of the buffer:
 
             buffer   0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15      rank 0: (0, 4)
             of p             0 1 2 3 | 4 5  6  7  8  9            rank 1: (4, 10)
         """
         slot = self.slots[p]
         n = slot.shape.numel()
-        chunk_in_p = self.rank * self.size - slot.start  # where the chunk begins, seen from p
-        first = min(max(chunk_in_p, 0), n)
-        end = min(max(chunk_in_p + self.size, 0), n)
+        # Where the chunk begins and ends, seen from p, and from there to the nearest in p.
+        first = min(max(self.first - slot.start, 0), n)
+        end = min(max(self.end - slot.start, 0), n)
         return first, end
 
     def shard_view(self, p, buffer):
         """This rank's part of p, `shard_range`, as a view of buffer, this rank's chunk, (S,). Its
         shape is (n, 1, ..., 1), with as many dimensions as p; (n,) if p has none; n may be 0. (Then
-        it begins outside of the chunk, which a slice allows.)"""
+        it begins outside of the chunk, which a slice allows.) If this rank owns p, it is all of p,
+        in p's shape."""
         slot, (first, end) = self.slots[p], self.shard_range(p)
-        start = slot.start + first - self.rank * self.size
+        start = slot.start + first - self.first
+        part = buffer[start:start + end - first]
+        if p in self.owners and not self.is_elsewhere(p):
+            return part.as_strided(slot.shape, slot.strides)
         ones = [1] * (len(slot.shape) - 1)
-        return buffer[start:start + end - first].view(end - first, *ones)
+        return part.view(end - first, *ones)
 
     # ---- parameters
 
@@ -219,7 +273,7 @@ class ShardedBucket(Bucket):
             vars(slot.owner).update(vars(p))  # such as p.no_decay, by which a script makes groups
 
     def part_of(self, p, value):
-        """This rank's part of value, which has the shape of p: (n, 1, ..., 1), as its shard."""
+        """This rank's part of value, which has the shape of p: shaped as its shard."""
         whole = torch.empty(self.n, dtype=value.dtype, device=self.sharded.device)
         self.view(p, whole).copy_(value)
         return self.shard_view(p, self.own_chunk(whole))
@@ -243,7 +297,7 @@ class ShardedBucket(Bucket):
 
     def put(self, p, scale):
         """Move p.grad into its place in `gradients`, by `place_of_gradient`. (The mean will have
-        another place.) If `gradients` is None it gets memory, (W S,).
+        another place.) If `gradients` is None it gets memory, (n,).
 
         If p is in `unreduced`, no_sync() has left a sum there that is not scaled yet: add p.grad,
         if there is one, and multiply the sum by scale. Otherwise write p.grad, cast to gradients'
@@ -273,8 +327,13 @@ class ShardedBucket(Bucket):
 
     def give_mean(self, p):
         """The mean of p's gradient, or this rank's part of it, becomes `.grad` of its shard: the
-        object that it was before, if there was one, as scripts keep lists of gradients."""
+        object that it was before, if there was one, as scripts keep lists of gradients. If another
+        rank owns p, `.grad` is None, so that every optimizer leaves the empty shard alone: some
+        divide by its number of elements."""
         slot, mean = self.slots[p], self.place_of_mean(p)
+        if self.is_elsewhere(p):
+            slot.owner.grad = None
+            return
         if slot.owner.grad is not None:
             mean += slot.owner.grad  # a loss over the shards has brought it
         gradient = mean
@@ -290,8 +349,9 @@ class ShardedBucket(Bucket):
         slot.taken until then.
 
         In general each is still where `give_mean` has put it: then `sharded_gradients` itself is
-        returned, and no memory is needed. But a script may have replaced some, or set them to None:
-        then they are copied to a new buffer of zeros."""
+        returned, and no memory is needed. (Of an empty part there is nothing to move.) But a script
+        may have replaced some, or set them to None: then they are copied to a new buffer of zeros.
+        """
         found = {}
         for p, slot in self.slots.items():
             slot.taken = slot.owner.grad
@@ -300,10 +360,13 @@ class ShardedBucket(Bucket):
                 slot.owner.grad = None
         if not found:
             return []
-        # The address of an empty part is 0 on both sides.
-        in_place = [p for p, gradient in found.items()
-                    if gradient.data_ptr() == self.place_of_mean(p).data_ptr()]
-        if len(in_place) == len(self.slots):
+        moved = []
+        for p in self.slots:
+            mean = self.place_of_mean(p)
+            is_there = p in found and found[p].data_ptr() == mean.data_ptr()
+            if mean.numel() > 0 and not is_there:
+                moved.append(p)
+        if not moved:
             return [self.sharded_gradients]
         together = torch.zeros_like(self.sharded)
         for p, gradient in found.items():
@@ -350,6 +413,28 @@ def find_units(module):
     for child in module.children():
         units += find_units(child)
     return units
+
+
+class SumOverGroups:
+    """With hybrid sharding: the sum of a bucket's own chunk over the shard group, and then over
+    groups. `start` waits for the first, and starts the second; `add` waits for that, and adds."""
+
+    def __init__(self, wait_for_sum, bucket, replicate_group):
+        self.wait_for_sum = wait_for_sum  # the first, which is in place
+        self.own = bucket.own_chunk(bucket.gradients)
+        self.replicate_group = replicate_group
+        self.all_reduce = None  # the second, once it has begun
+
+    def start(self):
+        if self.all_reduce is None:
+            self.wait_for_sum()
+            self.all_reduce = AllReduce(self.own, self.replicate_group)
+
+    def add(self, out, earlier):
+        """As what `reduce_scatter` returns."""
+        self.start()
+        self.all_reduce.wait()
+        add_in_rank_order([*earlier, self.own], out)
 
 
 def unless_compiling(hook):
@@ -418,9 +503,11 @@ class PlainZero1(Reducer):
     param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast.
     The shards, and so the optimizer's state, keep the module's dtype.
     reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
+    uncut: parameters of the module that no rank boundary cuts, for optimizers that look at whole
+    parameters, such as Muon: see below.
     shard_size: hybrid sharding, as torch's HSDP: W in the table is shard_size, each group of so
     many ranks has all shards, and gradients are reduced inside a group, then over groups. The bits
-    are those of DDP with `hierarchical_hook`.
+    are those of DDP with `hierarchical_hook`. Three buckets are in flight, not two.
     offload: shards, and so the optimizer's state and its step, are on the CPU. Each copy is waited
     for, since a script may write to a shard, or read its gradient, right after.
     init_fn: called as init_fn(submodule) to fill what is on the meta device; without it the
@@ -437,15 +524,39 @@ class PlainZero1(Reducer):
     rank saves its own, or train.py's checkpoints; rank 0's loaded everywhere is wrong, and is not
     noticed.
 
+    Uncut parameters. One rank owns all of such a parameter, and its shard there has the
+    parameter's shape. On the others it is empty, and its `.grad` is None. So an optimizer that
+    works parameter by parameter makes the updates of one process. Those of a unit are a bucket,
+    whatever its size. Owners are chosen so that each rank has about as much of the whole model; in
+    a single bucket it may not. So shards are uneven, and links too: the busiest rank sends the
+    largest chunk W-1 times. For GPT-2, all matrices of blocks uncut, over what it would be with
+    equal chunks:
+
+        W                        2      4      8      64
+        largest shard            1.00   1.00   1.08   1.94
+        busiest link             1.05   1.53   2.83   21
+
+    With fewer matrices in a unit than ranks, some ranks idle: use shard_size=8, or 4. What arrives
+    at an owner does so in pieces of 25 MB, of which two have memory; only the first is on its way
+    while the backward computes.
+
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
-    submodule and a shard_size that does not divide the number of ranks.
+    submodule, for an uncut parameter that is none of the module's, and for a shard_size that does
+    not divide the number of ranks.
     """
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
-                 shard_size=None, offload=False, init_fn=None, device=None):
-        super().__init__(module, process_group, True, f"{param_dtype} {reduce_dtype} {shard_size}")
+                 shard_size=None, offload=False, init_fn=None, device=None, uncut=()):
+        self._uncut = set(uncut)
+        uncut_names = [name for name, p in module.named_parameters() if p in self._uncut]
+        if len(uncut_names) < len(self._uncut):
+            raise ValueError(f"{self._get_name()}: uncut has something that is no parameter of the "
+                             f"module")
+        super().__init__(module, process_group, True,
+                         f"{param_dtype} {reduce_dtype} {shard_size} {uncut_names}")
         self.param_dtype = param_dtype
         self._make_groups(shard_size)
+        self._most_bytes = bucket_bytes(self.shard_size)
         self._device = self._choose_device(device)
         self._offloads = offload and self._device.type != "cpu"
         self._accumulates = False  # whether the last backward was in no_sync()
@@ -459,13 +570,7 @@ class PlainZero1(Reducer):
         for bucket in self._all_buckets:
             for p, slot in bucket.slots.items():
                 self._shards[p] = slot.owner
-        # In the order in which a backward, which starts at the end, reaches their first parameters.
-        trained = []
-        for p in module.parameters():
-            bucket = self._sharded_in[p]
-            if p.requires_grad and bucket not in trained:
-                trained.append(bucket)
-        self._track(trained[::-1])
+        self._track(self._order_of_backward())
         self._add_hooks()
 
     # ---- construction
@@ -519,6 +624,14 @@ class PlainZero1(Reducer):
         for p in self.module.parameters():
             unit_of[p].parameters.append(p)
 
+    def _divide(self, parameters):
+        """[(the parameters of a bucket, whether they are uncut)]. Uncut ones have no limit: the
+        more there are in a bucket, the more even its chunks."""
+        cut = [p for p in parameters if p not in self._uncut]
+        uncut = [p for p in parameters if p in self._uncut]
+        buckets = [(some, False) for some in fill_buckets(cut, self._most_bytes, self._most_bytes)]
+        return buckets + [(some, True) for some in fill_buckets(uncut, math.inf, math.inf)]
+
     @torch.no_grad()
     def _build_buckets(self, reduce_dtype, init_fn):
         """Divide the parameters of each unit among buckets, the last ones first. Fill what is on
@@ -529,11 +642,16 @@ class PlainZero1(Reducer):
         self._all_buckets = []  # also of frozen parameters
         self._sharded_in = {}  # {parameter, a frozen one too: its bucket}
         names = {p: name for name, p in self.module.named_parameters()}
+        # Bytes that each rank owns: a trained parameter takes more, by its optimizer's state.
+        loads = {True: [0] * self.shard_size, False: [0] * self.shard_size}
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
-            for parameters in fill_buckets(unit.parameters[::-1], BUCKET_BYTES, BUCKET_BYTES):
-                bucket = ShardedBucket(unit, parameters, names, self.shard_size, rank,
-                                       self._device, self.param_dtype, reduce_dtype)
+            for parameters, is_uncut in self._divide(unit.parameters[::-1]):
+                owners = {}
+                if is_uncut:
+                    owners = choose_owners(parameters, loads[parameters[0].requires_grad])
+                bucket = ShardedBucket(unit, parameters, names, self.shard_size, rank, self._device,
+                                       self.param_dtype, reduce_dtype, owners)
                 unit.buckets.append(bucket)
                 self._all_buckets.append(bucket)
                 values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
@@ -551,8 +669,23 @@ class PlainZero1(Reducer):
         for bucket in self._all_buckets:
             bucket.point_parameters()
 
+    def _order_of_backward(self):
+        """The buckets with trained parameters, in the order in which a backward, which starts at
+        the end, completes them: as it reaches their first parameter. But the uncut ones of a block
+        come after its others. These are small, such as norms, and a bucket waits for the one before
+        it: so they would wait for the matrices."""
+        places = {p: place for place, p in enumerate(self.module.parameters())}
+
+        def last_reached(bucket):
+            is_of_block = bucket.owners and bucket.unit is not self._root
+            parameters = bucket.unit.parameters if is_of_block else bucket.slots
+            return min(places[p] for p in parameters), not bucket.owners
+
+        trained = [b for b in self._all_buckets if next(iter(b.slots)).requires_grad]
+        return sorted(trained, key=last_reached, reverse=True)
+
     def _keep_parameters(self, bucket, values):
-        """Set bucket.unsharded and bucket.sharded, by what the stage keeps of values, (W S,), the
+        """Set bucket.unsharded and bucket.sharded, by what the stage keeps of values, (n,), the
         whole parameters in their own dtype. Here unsharded is all of them, in bucket.param_dtype,
         and sharded is the own chunk of that. But if param_dtype is another, or with offload,
         sharded is a copy of the own chunk of values, in memory of its own, by `_new_chunk`."""
@@ -638,7 +771,7 @@ class PlainZero1(Reducer):
                 if not bucket.lies_in(bucket.sharded, bucket.unsharded):
                     # In bf16 this casts, before the gather, which then sends half the bytes.
                     bucket.own_chunk(bucket.unsharded).copy_(bucket.sharded)
-                wait = all_gather(bucket.unsharded, self.shard_group, unit.tag)
+                wait = all_gather(bucket.unsharded, self.shard_group, unit.tag, bucket.cuts)
                 unit.pending_gathers.append(wait)
 
     def _wait_for_unshard(self, unit):
@@ -681,40 +814,54 @@ class PlainZero1(Reducer):
         """Start to send each rank its chunk of bucket's gradients -> a function that waits, and
         leaves this rank's means in bucket.sharded_gradients.
 
-        1. Wait for the bucket before: one at a time, which bounds the memory in flight.
+        1. Wait for the bucket before: one at a time, which bounds the memory in flight. (With
+           hybrid sharding start its sum over groups, and wait for the one before that.)
         2. The first time, make bucket.sharded_gradients: `_keep_gradients`.
         3. A parameter whose shard has a `.grad` counts as locally used. What the shards have there
            is `earlier`, on the device of the gradients: Zero2 and Zero3 accumulate micro-steps so.
-        4. Start the reduce-scatter over the shard group, with `_reduce_tag`.
+        4. Start the reduce-scatter over the shard group, with `_reduce_tag`. Equal chunks go in one
+           piece, those of uncut parameters in pieces of a bucket's size.
         When that is waited for:
         5. sharded_gradients = earlier, plus all ranks' chunks in rank order. With hybrid sharding
-           the own chunk is first summed over this group, then over groups, by `AllReduce`; then
+           the own chunk is first summed over this group, then over groups, by `SumOverGroups`; then
            sharded_gradients = earlier plus that sum. (The order matters for the bits.)
         6. Nothing of the bucket is unreduced any more.
         7. Free the gradients, unless sharded_gradients lies in them.
         """
-        self._wait_for_buckets()
+        self._wait_for_earlier()
         if bucket.sharded_gradients is None:
             self._keep_gradients(bucket)
         for p, slot in bucket.slots.items():
             if slot.owner.grad is not None:
                 self._backward.locally_used.add(p)
         earlier = [t.to(self._device) for t in bucket.take_accumulated()]
-        wait = reduce_scatter(bucket.gradients, self.shard_group, self._reduce_tag)
+        most_bytes = self._most_bytes if bucket.owners else math.inf
+        add = reduce_scatter(bucket.gradients, self.shard_group, self._reduce_tag, bucket.cuts,
+                             most_bytes)
+        if self._replicate_group is not None:
+            self._sum_over_groups = SumOverGroups(add, bucket, self._replicate_group)
+            add = self._sum_over_groups.add
 
         def finish():
-            if self._replicate_group is None:
-                wait(bucket.sharded_gradients, earlier)
-            else:
-                wait()
-                own = bucket.own_chunk(bucket.gradients)
-                AllReduce(own, self._replicate_group).wait()
-                add_in_rank_order([*earlier, own], bucket.sharded_gradients)
+            add(bucket.sharded_gradients, earlier)
             bucket.unreduced.clear()
             if not bucket.lies_in(bucket.sharded_gradients, bucket.gradients):
                 bucket.gradients = None  # until `put` gets the next one
 
         return finish
+
+    def _wait_for_earlier(self):
+        """Wait for the buckets that have been launched; with hybrid sharding for all but the last,
+        whose sum over groups begins."""
+        if self._replicate_group is None:
+            self._wait_for_buckets()
+            return
+        launched = self._backward.launched
+        while len(launched) > 1:
+            self._wait_for(*launched.pop(0))
+        if launched:
+            what, _ = launched[0]
+            self._wait_for(what, self._sum_over_groups.start)
 
     def _keep_gradients(self, bucket):
         """Set bucket.sharded_gradients, (S,). Here whole gradients are kept, so the means of the
@@ -729,8 +876,11 @@ class PlainZero1(Reducer):
         self._accumulates = not self.require_backward_grad_sync
 
     def zero_grad(self, set_to_none=True):
-        """Also forgets what no_sync() has held back, and a backward that has raised."""
+        """Also forgets what no_sync() has held back, and a backward that has raised, for whose
+        all-gathers it waits."""
         super().zero_grad(set_to_none)
+        for unit in self._units:
+            self._wait_for_unshard(unit)
         self._accumulates = False
         for bucket in self._all_buckets:
             bucket.unreduced.clear()
@@ -763,7 +913,7 @@ class PlainZero1(Reducer):
                 wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
                 whole = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
                 bucket.own_chunk(whole).copy_(bucket.sharded)
-                all_gather(whole, self.shard_group, self._full_parameters_tag)()
+                all_gather(whole, self.shard_group, self._full_parameters_tag, bucket.cuts)()
                 wholes[bucket] = whole
             yield name, bucket.view(p, wholes[bucket]).clone()
 
@@ -937,7 +1087,7 @@ class PlainZero3(PlainZero2):
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def _unshard(self, unit):
         """Unless unit is unsharded: free the older unit; now unit is the newer one, and the one
-        that was newer is the older. (The root is neither.) Allocate (W S,) in param_dtype for all
+        that was newer is the older. (The root is neither.) Allocate (n,) in param_dtype for all
         of unit's buckets first: running out of memory must leave none half changed. That is
         bucket.unsharded; note in `_bucket_at_memory` whose it is, by `untyped_storage()._cdata`.
         Then gather as stage 1."""
@@ -1178,7 +1328,7 @@ WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum
               "argmax", "argmin"}
 COMPARES = {"eq", "__eq__", "isclose"}  # of two parts; so what comes of it can be asked for all()
 HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
-NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap"
+NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "muon", "shampoo", "soap"
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what a GradScaler calls
 
 
@@ -1311,7 +1461,12 @@ class ShardGuards(Guards):
         self._part_class = type("Part", (Part,), {"shard_group": self.shard_group})
         self._held_class = type("Held", (Held,), {"shard_group": self.shard_group})
         self._version_of_graphs = {}  # {unit: its version when old graphs were last refused}
+        self._whole, self._elsewhere = set(), set()  # shards of uncut parameters; those not owned
         for p, shard in self._shards.items():
+            if p in self._uncut:
+                self._whole.add(shard)
+            if self._sharded_in[p].is_elsewhere(p):
+                self._elsewhere.add(shard)
             seen = p.data_ptr(), p._version, p.requires_grad
             p._watch = Watch(self._sharded_in[p], shard, type(p), shard.data_ptr(), seen)
         self._hide_all()
@@ -1487,21 +1642,32 @@ class ShardGuards(Guards):
         name = type(optimizer).__name__
         closures = [*arguments[1:], options.get("closure")]  # which will make a backward
         has_closure = any(closure is not None for closure in closures)
+        if "lbfgs" in name.lower():
+            self._refuse(f"{name} looks at all whole parameters at once: use DDP")
         if any(word in name.lower() for word in NOT_ELEMENTWISE):
-            self._refuse(f"{name} looks at whole parameters, and would see parts: use DDP")
+            for fqn, shard in self.named_parameters():
+                if shard in given and shard not in self._whole:
+                    self._refuse(f"{name} looks at whole parameters, and would see a part of {fqn}: "
+                                 f"give all its parameters to {self._get_name()} as uncut=, or use "
+                                 f"DDP")
         if any(bucket.unreduced for bucket in self._buckets):
             self._refuse(f"{name} steps while no_sync() holds gradients back, or after a backward "
                          f"that raised")
-        if self._awaits_backward and not has_closure and all(p.grad is None for p in given):
+        own = given - self._elsewhere
+        has_gradient = any(shard.grad is not None for shard in own)
+        if self._awaits_backward and own and not has_closure and not has_gradient:
             self._refuse(f"{name} steps after no backward, or one with inputs=, which is not "
                          f"supported")
         self._hide_all()
         self._check_shards()
-        if type(optimizer).__module__.startswith("torch.optim."):
-            # They work element by element, and a Part would cost them time.
-            for shard in given:
-                if isinstance(shard.grad, Part):
-                    shard.grad.__class__ = torch.Tensor
+        for shard in self._elsewhere:
+            shard.grad = None  # a loss over the shards has left an empty one
+        # What is whole may be looked at. On the rest torch's optimizers work element by element,
+        # and a Part would cost them time.
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        for shard in given:
+            if isinstance(shard.grad, Part) and (is_torchs or shard in self._whole):
+                shard.grad.__class__ = torch.Tensor
 
     def full_parameters(self):
         self._hide_all()
