@@ -110,7 +110,8 @@ class Config:
     node_size: int | None = None  # hierarchical: ranks per node; as torchrun has it unless given
     shard_size: int | None = None  # ZeRO: ranks that share one copy of the state; else all
     offload: bool = False  # ZeRO: shards, their gradients and the optimizer on the CPU
-    # optimizer: AdamW
+    # optimizer
+    optimizer: str = "adamw"  # or muon: Muon for the matrices of blocks, AdamW for the rest
     lr: float = 3e-3  # peak learning rate
     min_lr: float | None = None  # where the cosine ends; lr / 10 unless given
     warmup_steps: int = 40  # steps of linear warm-up
@@ -134,6 +135,7 @@ ZERO = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
 CHOICES = {"mode": ("single", "naive", "ddp", *ZERO, "torch-ddp", "torch-fsdp"),
+           "optimizer": ("adamw", "muon"),
            "model": PRESETS, "dtype": DTYPES, "param_dtype": DTYPES, "reduce_dtype": DTYPES,
            "comm_hook": ("bf16", "powersgd", "topk", "hierarchical")}
 # Numbers that must be above 0, where others may be 0, and the largest values that make sense.
@@ -189,6 +191,8 @@ def check(config):
     for name in ("shard_size", "node_size"):
         if W % (getattr(config, name) or 1):
             raise ValueError(f"--{name} {getattr(config, name)} does not divide {W} ranks")
+    if config.optimizer == "muon" and config.mode == "torch-fsdp":
+        raise ValueError("--optimizer muon: --mode torch-fsdp cuts matrices: choose zero3")
     if config.dtype == "fp16" and config.comm_hook in ("powersgd", "topk"):
         raise ValueError(f"--dtype fp16 and --comm_hook {config.comm_hook}: choose bf16")
     if config.init_from and any(getattr(config, name) for name in SIZES[:-1]):
@@ -503,9 +507,11 @@ def wrap(model, config, device):
     if config.compile:
         model.compile_blocks()
     if config.mode in ZERO:
+        for_muon = [p for name, p in model.named_parameters() if takes_muon(name, p, config)]
         model = ZERO[config.mode](model, param_dtype=DTYPES.get(config.param_dtype),
                                   reduce_dtype=DTYPES.get(config.reduce_dtype),
-                                  shard_size=config.shard_size, offload=config.offload)
+                                  shard_size=config.shard_size, offload=config.offload,
+                                  uncut=for_muon)
     else:
         model.to(device)
     if config.mode == "ddp":
@@ -575,20 +581,66 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
 
 
+def takes_muon(name, p, config):
+    """Whether Muon trains p, a parameter or its shard, which has as many dimensions. The embedding
+    is a matrix too, but a batch has gradients of few of its rows.
+
+    qkv and gate_up are one matrix for Muon, though they hold three and two: their views would be
+    parameters that ZeRO does not know.
+    """
+    return config.optimizer == "muon" and name.startswith("blocks.") and p.dim() == 2
+
+
+class Optimizers:
+    """Several optimizers, each with parameters of its own, that the loop calls as one."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+        self.param_groups = []  # the same dicts: a rate that is set here is set there
+        self.state = {}
+        for optimizer in optimizers:
+            self.param_groups += optimizer.param_groups
+            self.state |= optimizer.state
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none=True):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
 def make_optimizer(model, config):
-    """AdamW that decays matrices only, as shards keep their dimensions. Its state is made here, not
-    in the first step: then a checkpoint has the same keys whenever it is written or read."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [dict(params=[p for p in trained if p.dim() >= 2], weight_decay=config.weight_decay),
-              dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0)]
+    """AdamW, which decays matrices only, as shards keep their dimensions; with --optimizer muon
+    Muon for the matrices of blocks, too. Their state is made here, not in the first step: then a
+    checkpoint has the same keys whenever it is written or read."""
+    matrices, others, for_muon = [], [], []
+    for name, p in named_shards(model):
+        if takes_muon(name, p, config):
+            for_muon.append(p)
+        elif p.dim() >= 2:
+            matrices.append(p)
+        else:
+            others.append(p)
+    groups = [dict(params=matrices, weight_decay=config.weight_decay),
+              dict(params=others, weight_decay=0.0)]
     # Not fused: that kernel rounds a tensor's tail differently, so slices would not match wholes.
     # foreach on an accelerator: else each tensor takes kernels of its own.
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2),
-                                  foreach=not trained[0].is_cpu, fused=False)
-    for p in trained:
-        optimizer.state[p] = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p),
-                                  exp_avg_sq=torch.zeros_like(p))
-    return optimizer
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2),
+                              foreach=not others[0].is_cpu, fused=False)
+    for p in matrices + others:
+        adamw.state[p] = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p),
+                              exp_avg_sq=torch.zeros_like(p))
+    if config.optimizer == "adamw":
+        return adamw
+    # By this factor its updates are as large as AdamW's, so one --lr does for both: Moonlight,
+    # arXiv 2502.16982, section 2.2.
+    muon = torch.optim.Muon(for_muon, lr=config.lr, weight_decay=config.weight_decay,
+                            adjust_lr_fn="match_rms_adamw")
+    for p in for_muon:
+        muon.state[p] = dict(momentum_buffer=torch.zeros_like(p))
+    return Optimizers(adamw, muon)
 
 
 def make_scaler(config, device):
@@ -889,14 +941,21 @@ class Slice(torch.Tensor):
 
 def checkpoint_tensors(model, optimizer, plain, config):
     """{key: what this rank has of it}, sharing memory with what is trained: loading a checkpoint
-    writes into these tensors. Keys are names, so any mode finds what it needs."""
+    writes into these tensors. Keys are names, so any mode finds what it needs. An empty shard is
+    left out, and so is its state: Adam's step is not counted where another rank has all of it."""
     tensors, starts = {}, model.shard_starts()
     sizes = {name: p.numel() for name, p in plain.named_parameters()}
     for name, p in named_shards(model):
+        n = local(p).numel()
+        if n == 0:
+            continue
         for kind, t in dict(optimizer.state[p], model=p).items():
             if kind != "step":
-                t = local(t).detach().view(-1).as_subclass(Slice)
-                t.first, t.whole = starts[name], sizes[name]
+                t = local(t).detach()
+                # In order of memory, in which shards are cut.
+                t = t.as_strided((t.numel(),), (1,)).as_subclass(Slice)
+                # State of a parameter that is not cut may have another shape, as Adafactor's has.
+                t.first, t.whole = starts[name], t.numel() if n == sizes[name] else sizes[name]
             tensors[f"{kind}.{name}"] = t
         if config.comm_hook == "topk":  # what was not sent so far is each rank's own
             residual = model.comm_state.residual.setdefault(p, torch.zeros_like(p))
@@ -1004,9 +1063,10 @@ def resume(config, out_dir, tensors, facts, torchrun_store):
     folder, record = newest_sound(folders), None
     if folder:
         record = json.loads((folder / RECORD).read_text())
+        facts_before = {"optimizer": "adamw"} | record["facts"]  # which older ones do not say
         for name, value in facts.items():
-            if record["facts"].get(name) != value:
-                raise Stop(f"{folder} has {name} {record['facts'].get(name)}, and this run {value}")
+            if facts_before.get(name) != value:
+                raise Stop(f"{folder} has {name} {facts_before.get(name)}, and this run {value}")
         if record["step"] > config.max_steps:
             raise Stop(f"--max_steps {config.max_steps} is less than the steps of {folder}")
         # Partial, since a rank that was not there before has no residual of top-k to load.
@@ -1135,7 +1195,8 @@ def main(config, progress):
     device, torchrun_store = start_process_group(config)
     tokenizer, plain, tokens, val_tokens = together(prepare, config)
     facts = dict(vars(plain.config), activation_checkpointing=None,  # which changes no bit
-                 global_batch_size=config.global_batch_size, data=fingerprint(tokens))
+                 global_batch_size=config.global_batch_size, data=fingerprint(tokens),
+                 optimizer=config.optimizer)
     # To write checkpoints, all must see what rank 0 makes in out_dir; `rewind` removes it again.
     out_dir = pathlib.Path(config.out_dir).resolve()
     mark = out_dir / f".step_0_{from_rank_0(os.urandom(8).hex())}"
