@@ -482,9 +482,10 @@ class Reducer(torch.nn.Module):
         self._buckets = buckets
         self._bucket_of = {p: bucket for bucket in buckets for p in bucket.slots}
         self._names = {p: n for n, p in self.module.named_parameters() if p in self._bucket_of}
+        self._is_on_cpu = all(p.is_cpu for p in self._names)
         # Seconds that the training thread has waited for communication. For an accelerator's stream
         # it does not wait, and so cannot tell: nan.
-        self.exposed_s = 0.0 if all(p.is_cpu for p in self._names) else math.nan
+        self.exposed_s = 0.0 if self._is_on_cpu else math.nan
         for p in self._names:
             self._remove_at_end(p.register_hook(weakly(self._notice_backward)))
             mark_param_ready = weakly(self._mark_param_ready)
@@ -652,22 +653,20 @@ class Reducer(torch.nn.Module):
                 self._bucket_of[p].give_mean(p)
         self._has_averaged = backward.is_averaging
         self._backward = None
-        if self._device_of_counts().type == "cpu":
+        if self._is_on_cpu:
             self._refuse_unused()
 
     def _count_ranks_that_used(self):
         """[on how many ranks each parameter was used]; W for all if this rank has used all, since
         then each gets its mean, whoever else has used it."""
         is_used = [p in self._backward.locally_used for p in self._names]
-        wait = count_ranks(is_used, self._device_of_counts(), self.process_group)
+        device = next(iter(self._names)).device
+        wait = count_ranks(is_used, device, self.process_group)
         if not self.find_unused_parameters:
             self._unread_counts = wait
         if all(is_used):
             return [self.world_size] * len(is_used)
         return self._wait_for("agree on use", wait)
-
-    def _device_of_counts(self):
-        return next(iter(self._names)).device
 
     def _refuse_unused(self):
         """Raise where some rank has not used a parameter in the last backward, naming those."""

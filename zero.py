@@ -133,11 +133,11 @@ def gather_parameters(shards, process_group=None):
 # -------------------------------------------------------------------------------------------------
 # buckets and units
 #
-# Why Muon and ZeRO clash, and the way out. Muon's update of a matrix depends on all of its gradient:
-# it makes that orthogonal. A chunk of a bucket ends anywhere, so a matrix may lie half on one rank
-# and half on the next, and no rank has what Muon asks for. FSDP's users gather each matrix for the
-# step. Here the chunks of some buckets end between parameters: `Zero3(module, uncut=matrices)`. So
-# each matrix has one rank that owns it, and updates it as one process would.
+# Why Muon and ZeRO clash, and the way out. Muon makes the update of a matrix orthogonal, for which
+# it needs all of its gradient. A chunk of a bucket ends anywhere, so a matrix may lie half on one
+# rank and half on the next, and neither has all. FSDP's users gather each matrix for the step. Here
+# the chunks of some buckets end between parameters: `Zero3(module, uncut=matrices)`. So each matrix
+# has one rank that owns it, and updates it as one process would.
 
 
 def choose_owners(parameters, loads):
@@ -152,8 +152,8 @@ def choose_owners(parameters, loads):
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose parameters lie in flat buffers too, of n elements, which are cut into W chunks.
-    Rank r owns the r-th, which has S elements there:
+    """A bucket whose parameters lie in flat buffers too, of n elements, cut into W chunks. Rank r
+    owns the r-th, which has S elements there:
 
         unsharded          (n,) in param_dtype: whole parameters, which forward and backward use; or
                            None
@@ -1647,9 +1647,9 @@ class ShardGuards(Guards):
         if any(word in name.lower() for word in NOT_ELEMENTWISE):
             for fqn, shard in self.named_parameters():
                 if shard in given and shard not in self._whole:
-                    self._refuse(f"{name} looks at whole parameters, and would see a part of {fqn}: "
-                                 f"give all its parameters to {self._get_name()} as uncut=, or use "
-                                 f"DDP")
+                    self._refuse(f"{name} looks at whole parameters, and would see a part of "
+                                 f"{fqn}: pass all of its parameters as uncut= when wrapping, or "
+                                 f"use DDP")
         if any(bucket.unreduced for bucket in self._buckets):
             self._refuse(f"{name} steps while no_sync() holds gradients back, or after a backward "
                          f"that raised")
