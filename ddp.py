@@ -159,24 +159,28 @@ def cut(flat, cuts, process_group):
     return flat.tensor_split(W if cuts is None else cuts)
 
 
+def is_equally_cut(flat, chunks):
+    """Whether these chunks of flat have one size, which collectives of accelerators want."""
+    sizes = {len(chunk) for chunk in chunks}
+    return len(sizes) == 1 and len(flat) == sum(len(chunk) for chunk in chunks)
+
+
 def exchange_pieces(flat, pieces, process_group, tag):
     """Start to send the r-th of pieces, which are slices of flat, to rank r -> (a function that
     waits, [what each rank has sent to this one, in rank order], each as long as its own piece).
 
-    On a CPU by `exchange`. On an accelerator by all_to_all_single, which is one call for Python at
-    any W, but takes a quarter longer on gloo. It copies this rank's own piece, too.
+    On a CPU, or with pieces of different sizes, by `exchange`. Otherwise by all_to_all_single: one
+    call for Python at any W, but on gloo it takes a quarter longer. It copies this rank's own
+    piece, too.
     """
     rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
     own = pieces[rank]
-    if own.is_cpu:
+    if flat.is_cpu or not is_equally_cut(flat, pieces):
         contributions = list(own.new_empty(W - 1, len(own)))  # of the others
         contributions.insert(rank, own)  # now the r-th is rank r's
         return exchange(pieces, contributions, process_group, tag), contributions
-    arrived = own.new_empty(W * len(own))
-    lengths = [len(piece) for piece in pieces]
-    sent = flat if sum(lengths) == len(flat) else torch.cat(pieces)
-    work = dist.all_to_all_single(arrived, sent, [len(own)] * W, lengths, group=process_group,
-                                  async_op=True)
+    arrived = torch.empty_like(flat)
+    work = dist.all_to_all_single(arrived, flat, group=process_group, async_op=True)
     return work.wait, list(arrived.tensor_split(W))
 
 
@@ -229,7 +233,7 @@ def all_gather(flat, process_group=None, tag=0, cuts=None):
     chunks = cut(flat, cuts, process_group)
     own = chunks[dist.get_rank(process_group)]
     # On a CPU gloo's own takes three times as long. An accelerator's own wants equal chunks.
-    if flat.is_cpu or any(len(chunk) != len(own) for chunk in chunks):
+    if flat.is_cpu or not is_equally_cut(flat, chunks):
         return exchange([own] * len(chunks), chunks, process_group, tag)
     return dist.all_gather_single(flat, own, group=process_group, async_op=True).wait
 

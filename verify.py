@@ -295,10 +295,13 @@ def wrapped(wrapper, name):
     if dist.get_rank() > 0 and not wrapper.startswith(("naive", "fsdp2")):
         for t in itertools.chain(module.parameters(), module.buffers()):
             t.data.fill_(7)
-    make_units = task_of(name).units
-    if make_units is not None and wrapper in (*STAGES, "fsdp2"):
-        return WRAPPERS[wrapper](module, units=make_units(module))
-    return WRAPPERS[wrapper](module)
+    task = task_of(name)
+    options = {}
+    if task.units is not None and wrapper in (*STAGES, "fsdp2"):
+        options["units"] = task.units(module)
+    if task.uncut is not None and wrapper in STAGES:
+        return uncut(STAGES[wrapper], module, task.uncut(module), **options)
+    return WRAPPERS[wrapper](module, **options)
 
 
 def loss_on_rank(task, model, step, micro_step):
@@ -364,15 +367,14 @@ def put_together(model, plain, kept):
     found = {}
     for what in sorted(set().union(*of_ranks)):
         holders = [rank for rank, of_rank in enumerate(of_ranks) if what in of_rank]
-        n_holders = 1 if hasattr(model, "uncut") else len(of_ranks)
-        assert len(holders) == n_holders, f"{what}: only ranks {holders} have one"
-        flat = None
+        name, _, dtype, _ = of_ranks[holders[0]][what]
+        n_holders = 1 if name in getattr(model, "uncut", ()) else len(of_ranks)
+        assert len(holders) == n_holders, f"{what}: ranks {holders} have one"
+        p = parameters[name]
+        flat = torch.full((p.numel(),), math.nan, dtype=dtype)
         n_parts = 0
         for rank in holders:
-            name, start, dtype, part = of_ranks[rank][what]
-            p = parameters[name]
-            if flat is None:
-                flat = torch.full((p.numel(),), math.nan, dtype=dtype)
+            _, start, _, part = of_ranks[rank][what]
             flat[start:start + len(part)] = torch.from_numpy(part)
             n_parts += len(part)
         assert n_parts == p.numel(), f"{what}: {p.numel()} elements, its shards have {n_parts}"
@@ -384,9 +386,11 @@ def put_together(model, plain, kept):
 def assert_owners(model):
     """Assert that of an uncut parameter one rank has a shard, in the parameter's shape, and that
     `.grad` is None on the others."""
-    if hasattr(model, "uncut"):
-        shapes = {n: p.shape for n, p in model.module.named_parameters()}
-        for n, shard in model.named_parameters():
+    if not hasattr(model, "uncut"):
+        return
+    shapes = {n: p.shape for n, p in model.module.named_parameters()}
+    for n, shard in model.named_parameters():
+        if n in model.uncut:
             owners = gather(shard.shape == shapes[n] and shard.numel() > 0, model.shard_group)
             assert sum(owners) == (shapes[n].numel() > 0), f"{n} has owners {owners}"
             is_elsewhere = shapes[n].numel() > 0 and not owners[dist.get_rank(model.shard_group)]
@@ -662,13 +666,14 @@ def zoo_loss(model, step, number):
 
 @dataclasses.dataclass
 class Task:
-    """What is trained. A file for --module has functions of these names, the last two if needed:
+    """What is trained. A file for --module has functions of these names, the last three if needed:
     module(), which builds it; loss(model, step, number) of a micro batch; optimizer(parameters);
-    units(model), for the stages and FSDP2."""
+    units(model), for the stages and FSDP2; uncut(model), for the stages."""
     module: object
     loss: object
     optimizer: object = adamw
     units: object = None
+    uncut: object = None
 
 
 def task_of(name):
@@ -771,10 +776,12 @@ def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, e
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-def uncut(stage, module, **options):
-    """A stage in which no parameter is cut."""
-    model = stage(module, uncut=module.parameters(), **options)
-    model.uncut = True  # for `put_together` and `assert_owners`
+def uncut(stage, module, parameters=None, **options):
+    """A stage in which these parameters are not cut, or none is."""
+    parameters = set(module.parameters() if parameters is None else parameters)
+    model = stage(module, uncut=parameters, **options)
+    # For `put_together` and `assert_owners`.
+    model.uncut = {n for n, p in module.named_parameters() if p in parameters}
     return model
 
 
@@ -2832,8 +2839,10 @@ one("muon", 1, "single", **MUON)
 for W, sampled in ((2, "zero3"), (3, "zero2"), (6, "zero3")):
     for mode in ("zero2", "zero3"):
         one("muon", W, mode, mode == sampled, **MUON)
-for mode in ("naive", "ddp", "torch-ddp", "zero1"):
+for mode in ("naive", "ddp", "zero1"):
     one("muon", 6, mode, False, **MUON)
+for W, mode in ((1, "single"), (2, "torch-ddp"), (2, "ddp")):
+    one("muon, 2 at once", W, mode, False, optimizer="muon", global_batch_size=2)
 one("muon, every W", 1, "single", max_steps=5, **MUON)
 chain("muon, every W", ("zero3", 3), ("zero3", 2), ("zero2", 3), ("single", 1), ("zero3", 6),
       **MUON)
@@ -3425,11 +3434,16 @@ def readme_commands_run(package=None):
                 result = finish(None, W, argv=shortened(words[words.index("train.py") + 1:]),
                                 plant=partial(os.chdir, folder))
                 assert result["world_size"] == W and math.isfinite(result["val_loss"]), line
-        (folder / "own.py").write_text(blocks_of("python")[0])
-        own = partial(runpy.run_path, f"{folder}/own.py", run_name="__main__")
-        run = run_train(None, 2, plant=own, argv=["--help"])
-    losses = re.findall(r"rank \d: loss 0\.\d{4}", "".join(run.stdout))
-    assert run.codes == [0, 0] and len(losses) == 2, run
+        own, _, muon = blocks_of("python")
+        with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
+        with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
+        with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
+        for text in (own, with_muon):
+            (folder / "own.py").write_text(text)
+            script = partial(runpy.run_path, f"{folder}/own.py", run_name="__main__")
+            run = run_train(None, 2, plant=script, argv=["--help"])
+            losses = re.findall(r"rank \d: loss 0\.\d{4}", "".join(run.stdout))
+            assert run.codes == [0, 0] and len(losses) == 2, run
 
 
 def is_caught(file, old, new, name):

@@ -525,20 +525,23 @@ class PlainZero1(Reducer):
     noticed.
 
     Uncut parameters. One rank owns all of such a parameter, and its shard there has the
-    parameter's shape. On the others it is empty, and its `.grad` is None. So an optimizer that
-    works parameter by parameter makes the updates of one process. Those of a unit are a bucket,
-    whatever its size. Owners are chosen so that each rank has about as much of the whole model; in
-    a single bucket it may not. So shards are uneven, and links too: the busiest rank sends the
-    largest chunk W-1 times. For GPT-2, all matrices of blocks uncut, over what it would be with
-    equal chunks:
+    parameter's shape. On the others the shard is empty, and its `.grad` is None. So any optimizer
+    that works parameter by parameter makes the updates of one process. The uncut parameters of a
+    unit are one bucket, whatever its size. Owners are chosen so that all ranks have about as much
+    of the whole model. In one bucket they do not, and the rank with the largest chunk sends it W-1
+    times. All ranks together send as much as with equal chunks. GPT-2, the matrices of blocks
+    uncut, over what it would be with equal chunks (README: other sizes):
 
-        W                        2      4      8      64
-        largest shard            1.00   1.00   1.08   1.94
-        busiest link             1.05   1.53   2.83   21
+        W                                               2      4      8     64
+        shards of the rank with most                 1.00   1.03   1.09   1.94
+        what the busiest rank sends in all-gathers   1.04   1.53   2.76     20
 
-    With fewer matrices in a unit than ranks, some ranks idle: use shard_size=8, or 4. What arrives
-    at an owner does so in pieces of 25 MB, of which two have memory; only the first is on its way
-    while the backward computes.
+    If links are the bottleneck, or ranks are more than the matrices of a unit, pass shard_size=4
+    or 8: each group then has few ranks. What arrives at the owner of a large matrix comes in
+    pieces of 25 MB, of which two have memory. Only the first is on its way while the backward
+    computes. In the backward two units' whole gradients have memory.
+    With a GradScaler for an optimizer of uncut parameters alone use torch's ShardedGradScaler: the
+    other one fails on a rank that owns none.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule, for an uncut parameter that is none of the module's, and for a shard_size that does
