@@ -152,64 +152,48 @@ def exchange(sends, receives, process_group, tag):
     return wait
 
 
-def cut(flat, cuts, process_group):
-    """The W chunks of flat: the r-th ends where the next begins, at cuts[r]; cuts has W-1 numbers.
-    None: as nearly equal as `Tensor.tensor_split(W)` makes them."""
-    W = dist.get_world_size(process_group)
+def chunks_of(flat, cuts, W):
+    """The W chunks of flat. cuts: the W-1 places at which one ends and the next begins; None: as
+    nearly equal as `Tensor.tensor_split(W)` makes them."""
     return flat.tensor_split(W if cuts is None else cuts)
 
 
-def is_equally_cut(flat, chunks):
-    """Whether these chunks of flat have one size, which collectives of accelerators want."""
-    sizes = {len(chunk) for chunk in chunks}
-    return len(sizes) == 1 and len(flat) == sum(len(chunk) for chunk in chunks)
-
-
-def exchange_pieces(flat, pieces, process_group, tag):
-    """Start to send the r-th of pieces, which are slices of flat, to rank r -> (a function that
-    waits, [what each rank has sent to this one, in rank order], each as long as its own piece).
-
-    On a CPU, or with pieces of different sizes, by `exchange`. Otherwise by all_to_all_single: one
-    call for Python at any W, but on gloo it takes a quarter longer. It copies this rank's own
-    piece, too.
-    """
-    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
-    own = pieces[rank]
-    if flat.is_cpu or not is_equally_cut(flat, pieces):
-        contributions = list(own.new_empty(W - 1, len(own)))  # of the others
-        contributions.insert(rank, own)  # now the r-th is rank r's
-        return exchange(pieces, contributions, process_group, tag), contributions
-    arrived = torch.empty_like(flat)
-    work = dist.all_to_all_single(arrived, flat, group=process_group, async_op=True)
-    return work.wait, list(arrived.tensor_split(W))
+def is_native(flat, cuts, W):
+    """Whether to use torch's own collectives. Those of accelerators want equal chunks; gloo's, on a
+    CPU, take longer than `exchange`."""
+    return not flat.is_cpu and cuts is None and len(flat) % W == 0
 
 
 def reduce_scatter(flat, process_group=None, tag=0, cuts=None, most_bytes=math.inf):
     """Start to send each rank its chunk of flat, 1-D -> a function finish(out, earlier), which
-    waits and adds. The chunks are those of `cut`.
+    waits and adds. The chunks are those of `chunks_of`.
 
     finish writes to out the sum, by `add_in_rank_order`, of the tensors in the list earlier (ZeRO
     has the sum of earlier micro-steps there), and then of what each rank has in this rank's chunk.
     Without arguments out is this rank's chunk of flat itself, so the sum is in place.
 
     Costs: the others' chunks sent, and W-1 times this rank's chunk of memory, for what arrives,
-    which finish frees. With equal chunks that is less than flat. With others it may be W-1 times as
-    much: so then chunks go in pieces, one after the other, of which at most most_bytes arrive at
-    once. While finish adds one, the next is on its way: two have memory. Only the first is on its
-    way before finish is called.
+    which finish frees. With equal chunks that is less than flat; with others it may be W-1 times as
+    much. So chunks go in pieces, one after the other, of which at most most_bytes arrive at once.
+    While finish adds one, the next is on its way: two have memory. Only the first is on its way
+    before finish is called.
 
     Not torch's own: that adds in an order of its own, and 16-bit numbers in 16 bits.
     """
-    chunks = cut(flat, cuts, process_group)
-    own = chunks[dist.get_rank(process_group)]
+    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
+    if is_native(flat, cuts, W):
+        return reduce_scatter_at_once(flat, process_group)
+    chunks = chunks_of(flat, cuts, W)
+    own = chunks[rank]
     longest = max(len(chunk) for chunk in chunks)
-    n_arriving = longest * flat.itemsize * (len(chunks) - 1)
-    n_pieces = max(1, math.ceil(n_arriving / most_bytes))
+    n_pieces = max(1, math.ceil(longest * flat.itemsize * (W - 1) / most_bytes))
     size = max(1, math.ceil(longest / n_pieces))  # elements of a piece
 
     def start_piece(first):
         pieces = [chunk[first:first + size] for chunk in chunks]
-        return exchange_pieces(flat, pieces, process_group, tag)
+        contributions = list(flat.new_empty(W - 1, len(pieces[rank])))  # of the others
+        contributions.insert(rank, pieces[rank])  # now the r-th is rank r's
+        return exchange(pieces, contributions, process_group, tag), contributions
 
     under_way = [start_piece(0)]
 
@@ -225,17 +209,33 @@ def reduce_scatter(flat, process_group=None, tag=0, cuts=None, most_bytes=math.i
     return finish
 
 
+def reduce_scatter_at_once(flat, process_group):
+    """`reduce_scatter` of equal chunks by one all_to_all_single: the same additions, and one call
+    for Python at any W. It copies this rank's own chunk, too."""
+    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
+    own = flat.view(W, -1)[rank]
+    arriving = [torch.empty_like(flat)]
+    work = dist.all_to_all_single(arriving[0], flat, group=process_group, async_op=True)
+
+    def finish(out=own, earlier=()):
+        work.wait()
+        contributions = arriving.pop().view(W, -1)  # freed at the end, whoever keeps this function
+        add_in_rank_order([*earlier, *contributions], out)
+
+    return finish
+
+
 def all_gather(flat, process_group=None, tag=0, cuts=None):
     """Start to fill all chunks of flat, 1-D, from the ranks that own them -> a function that waits.
-    The chunks are those of `cut`. Costs W-1 times this rank's chunk sent: (W-1)/W of flat, if they
-    are equal. On a CPU, or with chunks of different sizes, by `exchange`; otherwise by torch's own.
+    The chunks are those of `chunks_of`. Costs W-1 times this rank's chunk sent, which is (W-1)/W of
+    flat if they are equal.
     """
-    chunks = cut(flat, cuts, process_group)
-    own = chunks[dist.get_rank(process_group)]
-    # On a CPU gloo's own takes three times as long. An accelerator's own wants equal chunks.
-    if flat.is_cpu or not is_equally_cut(flat, chunks):
-        return exchange([own] * len(chunks), chunks, process_group, tag)
-    return dist.all_gather_single(flat, own, group=process_group, async_op=True).wait
+    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
+    if is_native(flat, cuts, W):
+        own = flat.view(W, -1)[rank]
+        return dist.all_gather_single(flat, own, group=process_group, async_op=True).wait
+    chunks = chunks_of(flat, cuts, W)
+    return exchange([chunks[rank]] * W, chunks, process_group, tag)
 
 
 class AllReduce:

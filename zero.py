@@ -179,9 +179,10 @@ class ShardedBucket(Bucket):
 
     Where chunks end:
 
-        cuts    the elements at which chunks 1 to W-1 begin, for `reduce_scatter` and `all_gather`
         owners  {parameter: the rank whose chunk has all of it}; or {}: then all chunks have S
                 elements, and parameters are cut where a chunk ends
+        cuts    with owners, the elements at which chunks 1 to W-1 begin, for `reduce_scatter` and
+                `all_gather`; otherwise None
 
         three ranks   a a a b|b c c c|c d d -      owners {}: S = 4, and a gap of one at the end
                       a a a b b|c c c c|d d        owners {a: 0, b: 0, c: 1, d: 2}; S = 5, 4, 2
@@ -200,12 +201,13 @@ class ShardedBucket(Bucket):
         self.owners = owners
         if owners:
             self.cuts = self.cut_between_owners(W)
+            ends = [0, *self.cuts, self.n]
+            self.first, self.end = ends[rank], ends[rank + 1]  # of this rank's chunk
         else:
+            self.cuts = None
             size = round_up(math.ceil(self.n / W), ALIGN_CHUNK_BYTES // itemsize)
             self.n = W * size
-            self.cuts = [size * r for r in range(1, W)]
-        ends = [0, *self.cuts, self.n]
-        self.first, self.end = ends[rank], ends[rank + 1]  # of this rank's chunk
+            self.first, self.end = rank * size, (rank + 1) * size
         self.size = self.end - self.first  # S
         self.unsharded, self.sharded, self.sharded_gradients = None, None, None
         self.unreduced = set()
