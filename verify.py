@@ -1562,6 +1562,39 @@ def ddp_overlaps():
     model(x).square().mean().backward()
 
 
+@check(*grid(W=(4,), stage=("zero1", "zero3")))
+def hybrid_sums_overlap(stage):
+    """With hybrid sharding nobody waits for the sum of a bucket over groups before it has launched
+    the next bucket.
+
+    Seen without a clock: ranks 2 and 3, a group, launch their second bucket when ranks 0 and 1 have
+    done so. If these waited for the first bucket's sum, all would wait for ever.
+    """
+    rank = dist.get_rank()
+    message = torch.ones(1)
+    model = STAGES[stage](Chain(4, 16), shard_size=2)
+    last, last_but_one = model.module.units[3], model.module.units[2]
+
+    def on_gradient_of_input(module, act):
+        def pre_hook(_, inputs):
+            inputs[0].register_hook(act)
+
+        module.register_forward_pre_hook(pre_hook)
+
+    def give_way(_):
+        dist.send(message, rank + 2, tag=7)
+
+    def wait_for_others(_):
+        dist.recv(message, rank - 2, tag=7)
+
+    # The gradient of a unit's input comes after that of its weight, with which a bucket is launched.
+    if rank < 2:
+        on_gradient_of_input(last_but_one, give_way)
+    else:
+        on_gradient_of_input(last, wait_for_others)
+    model(torch.ones(3, 16, requires_grad=True)).backward()
+
+
 class Batch(dict):
     """As libraries have them: attributes are keys, and nothing can be changed."""
     x = property(lambda self: self["x"])
