@@ -86,6 +86,7 @@ if __name__ == "__main__":
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -1198,7 +1199,7 @@ def uneven_chunks_arrive_in_pieces():
     cuts = [n - 7] * (W - 1)  # rank 0 has nearly all, the last one a little, the others nothing
     flats = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(W)]
     expected = reduce(torch.add, flats).tensor_split(cuts)[rank]
-    most = 40_000  # bytes
+    most = 120_000  # bytes
     flat = flats[rank].clone()
     before = live_bytes()
     found = []
@@ -1215,6 +1216,22 @@ def uneven_chunks_arrive_in_pieces():
         pieces = math.ceil(4 * (n - 7) * (W - 1) / most)
         assert len(found) == pieces * (W - 1), f"{len(found)} messages, expected {pieces} pieces"
         assert most < max(found) <= 2 * most + 4096, f"{max(found):,} bytes arrive at once"
+    # A stage bounds them by the size of a bucket.
+    sizes = [0]
+
+    def note_size(operation, tensors):
+        if operation == "recv":
+            sizes.append(tensors[0].nbytes)
+
+    with every_collective(note_size):
+        matrix = nn.Linear(4096, 2048, bias=False)  # 32 MiB
+        model = Zero2(matrix, uncut=matrix.parameters())
+        loss = model(torch.ones(1, 4096)).sum()
+        sizes = [0]  # no more those of the forward, in which a matrix comes once
+        loss.backward()
+    arrive = (W - 1) * max(sizes)
+    assert arrive <= ddp.bucket_bytes(W), f"{arrive:,} bytes of a piece arrive"
+    assert (arrive > 0) == (rank == 0), "the owner is another rank"
 
 
 def uncut_costs(gpt, W):
@@ -3280,6 +3297,46 @@ def damaged_checkpoints_are_named():
         two_at_a_time(try_out, *zip(*itertools.product(names, (flip, os.remove))))
         for name, value, fact in MISFITS:  # one at a time: they share a folder
             refused(fact, sound, **{**options, "resume": "auto", name: value})
+
+
+@check(*grid(W=(3,), optimizer=("adafactor", "adamw")))
+def checkpoints_keep_owned_state(optimizer):
+    """What ranks save of uncut parameters is what one process has after the same step: weights,
+    Adam's moments and steps, and Adafactor's rows and columns, which are no slices of anything."""
+    import train
+
+    def step_and_list(model, config):
+        if optimizer == "adafactor":
+            found = OPTIMIZERS[optimizer](model.parameters())
+        else:
+            found = train.make_optimizer(model, config)  # whose state is there before the step
+        for number in range(3):
+            if model is plain or number == dist.get_rank():
+                zoo_loss(model, 0, number).backward()
+        found.step()
+        return train.checkpoint_tensors(model, found, plain, config)
+
+    plain = fresh("gpt")
+    config = train.Config(mode="single")
+    train.add_surface(plain, config)
+    expected = step_and_list(plain, config)
+    model = uncut(Zero2, fresh("gpt"))
+    model.set_gradient_divide_factor(1)
+    saved_tensors = step_and_list(model, config)
+    folders = [None]
+    if dist.get_rank() == 0:
+        folders = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    dcp.save(saved_tensors, checkpoint_id=folders[0])
+    found = {}
+    for key, t in expected.items():
+        found[key] = torch.full_like(t, math.nan)
+        vars(found[key]).update(vars(t))  # its place in the whole
+    dcp.load(found, checkpoint_id=folders[0], no_dist=True)
+    same_bits({key: t.as_subclass(torch.Tensor) for key, t in expected.items()},
+              {key: t.as_subclass(torch.Tensor) for key, t in found.items()})
+    dist.barrier()
+    shutil.rmtree(folders[0], ignore_errors=True)
 
 
 def contents(*folders):
