@@ -159,8 +159,8 @@ def chunks_of(flat, cuts, W):
 
 
 def is_native(flat, cuts, W):
-    """Whether to use torch's own collectives. Those of accelerators want equal chunks; gloo's, on a
-    CPU, take longer than `exchange`."""
+    """Whether to use torch's own collectives. Those of accelerators require equal chunks; gloo's,
+    on a CPU, take longer than `exchange`."""
     return not flat.is_cpu and cuts is None and len(flat) % W == 0
 
 
@@ -174,9 +174,9 @@ def reduce_scatter(flat, process_group=None, tag=0, cuts=None, most_bytes=math.i
 
     Costs: the others' chunks sent, and W-1 times this rank's chunk of memory, for what arrives,
     which finish frees. With equal chunks that is less than flat; with others it may be W-1 times as
-    much. So chunks go in pieces, one after the other, of which at most most_bytes arrive at once.
-    While finish adds one, the next is on its way: two have memory. Only the first is on its way
-    before finish is called.
+    much. So the chunks are sent in pieces, one after the other, so small that most_bytes arrive of
+    one. While finish adds one piece, the next one arrives, so two take memory. Only the first is on
+    its way before finish is called.
 
     Not torch's own: that adds in an order of its own, and 16-bit numbers in 16 bits.
     """
@@ -195,14 +195,16 @@ def reduce_scatter(flat, process_group=None, tag=0, cuts=None, most_bytes=math.i
         contributions.insert(rank, pieces[rank])  # now the r-th is rank r's
         return exchange(pieces, contributions, process_group, tag), contributions
 
-    under_way = [start_piece(0)]
+    next_piece = start_piece(0)
 
     def finish(out=own, earlier=()):
+        nonlocal next_piece
         for first in range(0, longest, size):
-            wait, contributions = under_way.pop()
+            wait, contributions = next_piece
             wait()
+            next_piece = None  # frees what has arrived, whoever keeps this function
             if first + size < longest:
-                under_way.append(start_piece(first + size))
+                next_piece = start_piece(first + size)
             slices_of_earlier = [t[first:first + size] for t in earlier]
             add_in_rank_order(slices_of_earlier + contributions, out[first:first + size])
 
@@ -456,7 +458,7 @@ class Reducer(torch.nn.Module):
     def _agree_on_module(self, options):
         """Raise on every rank, naming the first difference, where ranks wrap different modules.
         Return the first of 2**11 tags, by which messages differ from those of other wrappers."""
-        lines = [f"{self._get_name()} {options}"]
+        lines = [self._get_name(), *options]
         for name, t in self._named("parameters") + self._named("buffers"):
             lines.append((name, t.shape, t.stride(), t.dtype, t.requires_grad))
         # From an id, as no two living objects have the same: wrappers hardly ever share tags. From
@@ -661,8 +663,8 @@ class Reducer(torch.nn.Module):
             self._refuse_unused()
 
     def _count_ranks_that_used(self):
-        """[on how many ranks each parameter was used]; W for all if this rank has used all, since
-        then each gets its mean, whoever else has used it."""
+        """[on how many ranks each parameter was used]. W for all if this rank has used all: its own
+        use suffices, and it need not wait."""
         is_used = [p in self._backward.locally_used for p in self._names]
         device = next(iter(self._names)).device
         wait = count_ranks(is_used, device, self.process_group)
@@ -682,8 +684,8 @@ class Reducer(torch.nn.Module):
             if n < self.world_size and p.requires_grad:
                 unused.append(self._names[p])
         if unused:
-            self._refuse(f"no gradient in this backward, on some rank, for {unused}: freeze them, "
-                         f"or pass find_unused_parameters=True, or use_reentrant=False")
+            self._refuse(f"no gradient in the last backward, on some rank, for {unused}: freeze "
+                         f"them, or pass find_unused_parameters=True, or use_reentrant=False")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -721,7 +723,7 @@ class PlainDDP(Reducer):
                  init_sync=True, process_group=None, bucket_cap_mb=None,
                  find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False,
                  static_graph=False, forward_sync_buffers=None):
-        super().__init__(module, process_group, find_unused_parameters, f"{bucket_cap_mb=}",
+        super().__init__(module, process_group, find_unused_parameters, [f"{bucket_cap_mb=}"],
                          init_sync)
         self.device_ids = device_ids
         self.bucket_cap_mb = bucket_cap_mb

@@ -942,7 +942,7 @@ class Slice(torch.Tensor):
 def checkpoint_tensors(model, optimizer, plain, config):
     """{key: what this rank has of it}, sharing memory with what is trained: loading a checkpoint
     writes into these tensors. Keys are names, so any mode finds what it needs. An empty shard is
-    left out, and so is its state: Adam's step is not counted where another rank has all of it."""
+    left out, and so is its state: Adam's step counter stays 0 on a rank that owns nothing."""
     tensors, starts = {}, model.shard_starts()
     sizes = {name: p.numel() for name, p in plain.named_parameters()}
     for name, p in named_shards(model):
@@ -954,8 +954,10 @@ def checkpoint_tensors(model, optimizer, plain, config):
                 t = local(t).detach()
                 # In order of memory, in which shards are cut.
                 t = t.as_strided((t.numel(),), (1,)).as_subclass(Slice)
-                # State of a parameter that is not cut may have another shape, as Adafactor's has.
-                t.first, t.whole = starts[name], t.numel() if n == sizes[name] else sizes[name]
+                t.first = starts[name]
+                t.whole = sizes[name]
+                if n == sizes[name]:  # then state may have another shape, as Adafactor's has
+                    t.whole = t.numel()
             tensors[f"{kind}.{name}"] = t
         if config.comm_hook == "topk":  # what was not sent so far is each rank's own
             residual = model.comm_state.residual.setdefault(p, torch.zeros_like(p))

@@ -1258,7 +1258,7 @@ def readme_says_what_uncut_costs():
         cells = []
         for W in (2, 4, 8, 64):
             share, link, arrive = uncut_costs(gpt, W)
-            cells.append(f"{share:.2f}, {link:.2f}, {arrive:.0f}")
+            cells.append(f"{share:.2f}, x{link:.2f}, {arrive:.0f} MB")
         row = f"| `{preset}` | {' | '.join(cells)} |"
         assert row in text, f"the README does not have {row}"
 
@@ -1604,12 +1604,18 @@ def hybrid_sums_overlap(stage):
     def wait_for_others(_):
         dist.recv(message, rank - 2, tag=7)
 
-    # The gradient of a unit's input comes after that of its weight, with which a bucket is launched.
+    # The gradient of a unit's input comes after that of its weight, which launches the bucket.
     if rank < 2:
         on_gradient_of_input(last_but_one, give_way)
     else:
         on_gradient_of_input(last, wait_for_others)
     model(torch.ones(3, 16, requires_grad=True)).backward()
+    model = Zero2(nn.Linear(256, 256, bias=False), shard_size=2)
+    before = live_bytes()
+    model(torch.ones(1, 256)).sum().backward()
+    own = 4 * 256 * 256 / 2  # of the gradient
+    kept = live_bytes() - before
+    assert kept <= own + 4096, f"{kept:,} bytes are kept, of gradients expected {own:,.0f}"
 
 
 class Batch(dict):
@@ -1729,7 +1735,8 @@ def mistakes_are_named(wrapper):
         module = fresh("lora")
         some = [*module.parameters()][:rank]
         raises(RuntimeError, "wrap different modules", wrap, module, uncut=some)
-        raises(ValueError, "uncut has", wrap, fresh("lora"), uncut=module.parameters())
+        for wrong in (fresh("odd").parameters(), ["first.weight"], module.first.weight, True):
+            raises(ValueError, "uncut must be a list", wrap, module, uncut=wrong)
         raises(RuntimeError, "share memory", wrap, nn.ParameterList([torch.ones(3)] * 2))
 
 

@@ -193,7 +193,8 @@ class ShardedBucket(Bucket):
         is_float = self.dtype.is_floating_point
         self.param_dtype = param_dtype if param_dtype and is_float else self.dtype
         self.reduce_dtype = reduce_dtype if reduce_dtype and is_float else self.dtype
-        itemsize = min(self.dtype.itemsize, self.param_dtype.itemsize)
+        dtypes = self.dtype, self.param_dtype, self.reduce_dtype
+        itemsize = min(dtype.itemsize for dtype in dtypes)
         if owners:
             parameters = sorted(parameters, key=owners.get)  # those of an owner lie together
         super().__init__(parameters, names, ALIGN_BYTES // itemsize)
@@ -351,8 +352,8 @@ class ShardedBucket(Bucket):
         slot.taken until then.
 
         In general each is still where `give_mean` has put it: then `sharded_gradients` itself is
-        returned, and no memory is needed. (Of an empty part there is nothing to move.) But a script
-        may have replaced some, or set them to None: then they are copied to a new buffer of zeros.
+        returned, and no memory is needed. (An empty part is never elsewhere.) But a script may have
+        replaced some, or set them to None: then they are copied to a new buffer of zeros.
         """
         found = {}
         for p, slot in self.slots.items():
@@ -437,6 +438,10 @@ class SumOverGroups:
         self.start()
         self.all_reduce.wait()
         add_in_rank_order([*earlier, self.own], out)
+        # They are, or keep, views of the bucket's gradients, whose memory is to be freed.
+        self.wait_for_sum = None
+        self.own = None
+        self.all_reduce = None
 
 
 def unless_compiling(hook):
@@ -528,11 +533,12 @@ class PlainZero1(Reducer):
 
     Uncut parameters. One rank owns all of such a parameter, and its shard there has the
     parameter's shape. On the others the shard is empty, and its `.grad` is None. So any optimizer
-    that works parameter by parameter makes the updates of one process. The uncut parameters of a
-    unit are one bucket, whatever its size. Owners are chosen so that all ranks have about as much
-    of the whole model. In one bucket they do not, and the rank with the largest chunk sends it W-1
-    times. All ranks together send as much as with equal chunks. GPT-2, the matrices of blocks
-    uncut, over what it would be with equal chunks (README: other sizes):
+    that works parameter by parameter makes the updates of one process. (One that takes a norm over
+    all of its parameters does not, and is not noticed.) The uncut parameters of a unit are one
+    bucket, whatever its size. Owners are chosen so that all ranks have about as much of the whole
+    model. Within one bucket chunks are uneven, and the rank with the largest sends that W-1 times.
+    The total sent is the same. GPT-2, the matrices of blocks uncut, over what it would be with
+    equal chunks (README: other sizes):
 
         W                                               2      4      8     64
         shards of the rank with most                 1.00   1.03   1.09   1.94
@@ -552,13 +558,12 @@ class PlainZero1(Reducer):
 
     def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
                  shard_size=None, offload=False, init_fn=None, device=None, uncut=()):
-        self._uncut = set(uncut)
-        uncut_names = [name for name, p in module.named_parameters() if p in self._uncut]
-        if len(uncut_names) < len(self._uncut):
-            raise ValueError(f"{self._get_name()}: uncut has something that is no parameter of the "
-                             f"module")
-        super().__init__(module, process_group, True,
-                         f"{param_dtype} {reduce_dtype} {shard_size} {uncut_names}")
+        options = [f"{param_dtype=} {reduce_dtype=} {shard_size=}"]
+        self._uncut = self._set_of_parameters(module, uncut)
+        for name, p in module.named_parameters():
+            if p in self._uncut:
+                options.append(f"uncut: {name}")
+        super().__init__(module, process_group, True, options)
         self.param_dtype = param_dtype
         self._make_groups(shard_size)
         self._most_bytes = bucket_bytes(self.shard_size)
@@ -579,6 +584,20 @@ class PlainZero1(Reducer):
         self._add_hooks()
 
     # ---- construction
+
+    def _set_of_parameters(self, module, uncut):
+        """uncut as a set. Raises ValueError where it is no list of parameters of module."""
+        try:
+            found = set() if uncut is None else set(uncut)
+        except TypeError:  # it is nothing that has elements
+            found = {uncut}
+        wrong = found - set(module.parameters())
+        if wrong:
+            kind = type(wrong.pop()).__name__
+            raise ValueError(f"{self._get_name()}: uncut must be a list of parameters of the "
+                             f"module, such as [p for p in module.parameters() if p.dim() == 2]; it "
+                             f"has a {kind} that is none of them")
+        return found
 
     def _make_groups(self, shard_size):
         """The ranks over which parameters are sharded; for hybrid sharding the ranks that have the
@@ -676,17 +695,25 @@ class PlainZero1(Reducer):
 
     def _order_of_backward(self):
         """The buckets with trained parameters, in the order in which a backward, which starts at
-        the end, completes them: as it reaches their first parameter. But the uncut ones of a block
-        come after its others. These are small, such as norms, and a bucket waits for the one before
-        it: so they would wait for the matrices."""
+        the end, completes them: when it reaches their first parameter. But a block's uncut bucket
+        comes after its other buckets. Those hold small parameters, such as norms. A bucket waits
+        for the one before it, so they would otherwise wait for the matrices."""
         places = {p: place for place, p in enumerate(self.module.parameters())}
+        first_of_unit = {}
+        for unit in self._units[1:]:
+            for p in unit.parameters:
+                first_of_unit[unit] = min(places[p], first_of_unit.get(unit, places[p]))
 
         def last_reached(bucket):
-            is_of_block = bucket.owners and bucket.unit is not self._root
-            parameters = bucket.unit.parameters if is_of_block else bucket.slots
-            return min(places[p] for p in parameters), not bucket.owners
+            """(the place of the parameter, whether the bucket is before others with that place)"""
+            if bucket.owners and bucket.unit in first_of_unit:
+                return first_of_unit[bucket.unit], 0
+            return min(places[p] for p in bucket.slots), 1
 
-        trained = [b for b in self._all_buckets if next(iter(b.slots)).requires_grad]
+        trained = []
+        for bucket in self._all_buckets:
+            if next(iter(bucket.slots)).requires_grad:
+                trained.append(bucket)
         return sorted(trained, key=last_reached, reverse=True)
 
     def _keep_parameters(self, bucket, values):
@@ -820,7 +847,8 @@ class PlainZero1(Reducer):
         leaves this rank's means in bucket.sharded_gradients.
 
         1. Wait for the bucket before: one at a time, which bounds the memory in flight. (With
-           hybrid sharding start its sum over groups, and wait for the one before that.)
+           hybrid sharding only start the sum over groups of the bucket before, and wait for that
+           of the bucket before it.)
         2. The first time, make bucket.sharded_gradients: `_keep_gradients`.
         3. A parameter whose shard has a `.grad` counts as locally used. What the shards have there
            is `earlier`, on the device of the gradients: Zero2 and Zero3 accumulate micro-steps so.
@@ -865,7 +893,7 @@ class PlainZero1(Reducer):
         while len(launched) > 1:
             self._wait_for(*launched.pop(0))
         if launched:
-            what, _ = launched[0]
+            what, _ = launched[0]  # whose sum is `_sum_over_groups`, the last one that was made
             self._wait_for(what, self._sum_over_groups.start)
 
     def _keep_gradients(self, bucket):
@@ -1334,6 +1362,7 @@ WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum
 COMPARES = {"eq", "__eq__", "isclose"}  # of two parts; so what comes of it can be asked for all()
 HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "muon", "shampoo", "soap"
+NOT_BY_PARAMETER = "lbfgs", "prodigy", "dadapt"  # which look at all parameters at once
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what a GradScaler calls
 
 
@@ -1647,7 +1676,7 @@ class ShardGuards(Guards):
         name = type(optimizer).__name__
         closures = [*arguments[1:], options.get("closure")]  # which will make a backward
         has_closure = any(closure is not None for closure in closures)
-        if "lbfgs" in name.lower():
+        if any(word in name.lower() for word in NOT_BY_PARAMETER):
             self._refuse(f"{name} looks at all whole parameters at once: use DDP")
         if any(word in name.lower() for word in NOT_ELEMENTWISE):
             for fqn, shard in self.named_parameters():
