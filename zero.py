@@ -595,8 +595,8 @@ class PlainZero1(Reducer):
         if wrong:
             kind = type(wrong.pop()).__name__
             raise ValueError(f"{self._get_name()}: uncut must be a list of parameters of the "
-                             f"module, such as [p for p in module.parameters() if p.dim() == 2]; it "
-                             f"has a {kind} that is none of them")
+                             f"module, such as [p for p in module.parameters() if p.dim() == 2]; "
+                             f"it has a {kind} that is none of them")
         return found
 
     def _make_groups(self, shard_size):
