@@ -180,19 +180,21 @@ class Lamb(torch.optim.Optimizer):
                     p.sub_(group["lr"] * ratio * change)
 
 
-class MuonAndAdamW:
+def muon_and_adamw(parameters):
     """Muon for the matrices, AdamW for the rest."""
+    matrices, others = [], []
+    for p in parameters:
+        group = matrices if p.dim() == 2 else others
+        group.append(p)
+    return [torch.optim.Muon(matrices, lr=1e-2), adamw(others)]
 
-    def __init__(self, parameters):
-        matrices, others = [], []
-        for p in parameters:
-            group = matrices if p.dim() == 2 else others
-            group.append(p)
-        self.optimizers = torch.optim.Muon(matrices, lr=1e-2), adamw(others)
 
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
+def make_optimizers(task, optimizer, parameters):
+    """[optimizers] of a task, or those that OPTIMIZERS has under a name: a function returns one, or
+    a list."""
+    make = OPTIMIZERS[optimizer] if optimizer else task.optimizer
+    made = make(p for p in parameters if p.requires_grad)
+    return made if isinstance(made, list) else [made]
 
 
 @functools.cache  # several wrappers are compared with it
@@ -206,8 +208,7 @@ def reference(name, groups, factor, optimizer=None):
     """
     module = fresh(name)
     task = task_of(name)
-    make_optimizer = OPTIMIZERS[optimizer] if optimizer else task.optimizer
-    optimizer = make_optimizer(p for p in module.parameters() if p.requires_grad)
+    optimizers = make_optimizers(task, optimizer, module.parameters())
     divide_by = sum(len(numbers) for numbers in groups) / factor  # what is left to divide by
     expected = {}
     contributions = {}
@@ -235,7 +236,8 @@ def reference(name, groups, factor, optimizer=None):
         norm = clip_by_hand(gradients, divide_by)
         assert norm > 0, f"{name}: all gradients are zero, so nothing is compared"
         expected[f"step {step + 1}, norm"] = norm.float()
-        optimizer.step()
+        for each in optimizers:
+            each.step()
     for n, p in module.named_parameters():
         expected[f"in the end, {n}"] = p.detach()
     return expected, contributions
@@ -261,8 +263,7 @@ def distributed(wrapper, name, micro_steps=1, each_synced=False, factor=None, od
     model = wrapped(wrapper, name)
     if factor is not None:
         model.set_gradient_divide_factor(factor)
-    make_optimizer = OPTIMIZERS[optimizer] if optimizer else task.optimizer
-    optimizer = make_optimizer(p for p in model.parameters() if p.requires_grad)
+    optimizers = make_optimizers(task, optimizer, model.parameters())
     divide_by = micro_steps if factor is None else micro_steps * dist.get_world_size() / factor
     norms = {}
     kept = {}  # {what: (name, gradient)}
@@ -279,7 +280,8 @@ def distributed(wrapper, name, micro_steps=1, each_synced=False, factor=None, od
                 kept[f"step {step + 1}, gradient of {n}"] = n, copy_of(p.grad)
         assert_owners(model)
         norms[f"step {step + 1}, norm"] = clip(model, divide_by).float()
-        optimizer.step()
+        for each in optimizers:
+            each.step()
         model.zero_grad()  # not the optimizer's, which may have only some parameters
     found = put_together(model, fresh(name), kept) | norms
     whole = model.full_parameters() if is_ours(model) else plain_names(model.named_parameters())
@@ -668,7 +670,8 @@ def zoo_loss(model, step, number):
 @dataclasses.dataclass
 class Task:
     """What is trained. A file for --module has functions of these names, the last three if needed:
-    module(), which builds it; loss(model, step, number) of a micro batch; optimizer(parameters);
+    module(), which builds it; loss(model, step, number) of a micro batch; optimizer(parameters),
+    which returns one, or a list, and is given parameters in the order of module.parameters();
     units(model), for the stages and FSDP2; uncut(model), for the stages."""
     module: object
     loss: object
@@ -842,7 +845,8 @@ for name, stage in STAGES.items():
 OPTIMIZERS = {
     "foreach": partial(adamw, foreach=True),
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "muon": MuonAndAdamW, "lamb": Lamb, "adafactor": partial(torch.optim.Adafactor, foreach=False),
+    "muon": muon_and_adamw, "lamb": Lamb,
+    "adafactor": partial(torch.optim.Adafactor, foreach=False),
     "redundancy": partial(adamw, kind=ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)}
 
 

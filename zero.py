@@ -1406,8 +1406,9 @@ class Absent(torch.nn.Parameter):
         raise RuntimeError(f"{name} of {bucket.slots[p].fqn}: {ABSENT}")
 
 
-ABSENT = ("a parameter has a value in forward and backward; else use parameters(), "
-          "full_parameters() or, to save, as by save_pretrained(state_dict=...), full_state_dict()")
+ABSENT = ("a parameter has a value only in forward and backward. Make the optimizer from the "
+          "wrapper's parameters(), after wrapping. For values use full_parameters() or, to save, "
+          "as by save_pretrained(state_dict=...), full_state_dict()")
 
 
 class Part(torch.Tensor):
@@ -1424,8 +1425,9 @@ class Part(torch.Tensor):
                                f"no_sync()")
         if name in WHOLE_ONLY:
             raise RuntimeError(f"{name} of the gradient of a shard, which is one rank's part: use "
-                               f"clip_grad_norm_(), or take p.grad.as_subclass(torch.Tensor) and "
-                               f"reduce over ranks what you find")
+                               f"model.clip_grad_norm_(), or take "
+                               f"p.grad.as_subclass(torch.Tensor) and reduce over ranks what you "
+                               f"find")
         if name in ("zero_", "_foreach_zero_"):  # zero_grad() drops what was held back
             tree_map_only(Held, Held.drop, args)
         with torch._C.DisableTorchFunctionSubclass():
