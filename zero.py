@@ -666,7 +666,8 @@ class PlainZero1(Reducer):
         self._all_buckets = []  # also of frozen parameters
         self._sharded_in = {}  # {parameter, a frozen one too: its bucket}
         names = {p: name for name, p in self.module.named_parameters()}
-        # Bytes that each rank owns: a trained parameter takes more, by its optimizer's state.
+        # {whether parameters are trained: bytes that each rank owns}. Apart, since a trained one
+        # takes more memory: gradients and the optimizer's state.
         loads = {True: [0] * self.shard_size, False: [0] * self.shard_size}
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
@@ -699,15 +700,12 @@ class PlainZero1(Reducer):
         comes after its other buckets. Those hold small parameters, such as norms. A bucket waits
         for the one before it, so they would otherwise wait for the matrices."""
         places = {p: place for place, p in enumerate(self.module.parameters())}
-        first_of_unit = {}
-        for unit in self._units[1:]:
-            for p in unit.parameters:
-                first_of_unit[unit] = min(places[p], first_of_unit.get(unit, places[p]))
 
         def last_reached(bucket):
-            """(the place of the parameter, whether the bucket is before others with that place)"""
-            if bucket.owners and bucket.unit in first_of_unit:
-                return first_of_unit[bucket.unit], 0
+            """(the place of the parameter that is reached last, 1 if the bucket goes before the
+            others with that place, else 0)"""
+            if bucket.owners and bucket.unit is not self._root:
+                return min(places[p] for p in bucket.unit.parameters), 0
             return min(places[p] for p in bucket.slots), 1
 
         trained = []
@@ -891,7 +889,8 @@ class PlainZero1(Reducer):
             return
         launched = self._backward.launched
         while len(launched) > 1:
-            self._wait_for(*launched.pop(0))
+            what, wait = launched.pop(0)
+            self._wait_for(what, wait)
         if launched:
             what, _ = launched[0]  # whose sum is `_sum_over_groups`, the last one that was made
             self._wait_for(what, self._sum_over_groups.start)
@@ -1497,7 +1496,8 @@ class ShardGuards(Guards):
         self._part_class = type("Part", (Part,), {"shard_group": self.shard_group})
         self._held_class = type("Held", (Held,), {"shard_group": self.shard_group})
         self._version_of_graphs = {}  # {unit: its version when old graphs were last refused}
-        self._whole, self._elsewhere = set(), set()  # shards of uncut parameters; those not owned
+        self._whole = set()  # shards of uncut parameters
+        self._elsewhere = set()  # and those of them that other ranks own: empty here
         for p, shard in self._shards.items():
             if p in self._uncut:
                 self._whole.add(shard)
