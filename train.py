@@ -54,6 +54,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from ddp import (DDP, HierarchicalState, TopKState, average_gradients, clip_gradients_,
@@ -132,9 +133,10 @@ class Config:
 
 MAX_SKIPPED_STEPS = 20  # in a row, for a loss or gradients that are not finite; then a run stops
 ZERO = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
+FSDP = ("torch-fsdp", "torch-fsdp-kept")  # kept: parameters stay whole after the forward
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
-CHOICES = {"mode": ("single", "naive", "ddp", *ZERO, "torch-ddp", "torch-fsdp"),
+CHOICES = {"mode": ("single", "naive", "ddp", *ZERO, "torch-ddp", "torch-zero1", *FSDP),
            "optimizer": ("adamw", "muon"),
            "model": PRESETS, "dtype": DTYPES, "param_dtype": DTYPES, "reduce_dtype": DTYPES,
            "comm_hook": ("bf16", "powersgd", "topk", "hierarchical")}
@@ -191,8 +193,8 @@ def check(config):
     for name in ("shard_size", "node_size"):
         if W % (getattr(config, name) or 1):
             raise ValueError(f"--{name} {getattr(config, name)} does not divide {W} ranks")
-    if config.optimizer == "muon" and config.mode == "torch-fsdp":
-        raise ValueError("--optimizer muon: --mode torch-fsdp cuts matrices: choose zero3")
+    if config.optimizer == "muon" and config.mode in ("torch-zero1", *FSDP):
+        raise ValueError(f"--optimizer muon: --mode {config.mode} cuts matrices: choose zero3")
     if config.dtype == "fp16" and config.comm_hook in ("powersgd", "topk"):
         raise ValueError(f"--dtype fp16 and --comm_hook {config.comm_hook}: choose bf16")
     if config.init_from and any(getattr(config, name) for name in SIZES[:-1]):
@@ -516,12 +518,13 @@ def wrap(model, config, device):
         model.to(device)
     if config.mode == "ddp":
         model = DDP(model, **options)
-    if config.mode == "torch-ddp":
+    if config.mode in ("torch-ddp", "torch-zero1"):
         model = torch.nn.parallel.DistributedDataParallel(model, **options)
-    if config.mode == "torch-fsdp":
+    if config.mode in FSDP:
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh)  # without a mesh it takes an accelerator's, if any
+            # Without a mesh it takes an accelerator's, if any.
+            fully_shard(module, mesh=mesh, reshard_after_forward=config.mode == "torch-fsdp")
     if config.mode not in ("ddp", *ZERO):
         add_surface(model, config)
     elif config.comm_hook:
@@ -553,7 +556,7 @@ def add_surface(model, config):
     exposed_s: the seconds that this rank has waited for communication so far.
     gradient_divide_factor: what the sum of gradients over ranks has been divided by; None: W.
     """
-    is_sharded = config.mode == "torch-fsdp"
+    is_sharded = config.mode in FSDP
     rank, W = dist.get_rank(), dist.get_world_size()
     # FSDP2 gives each rank ceil(rows / W) rows; the last ranks may have fewer, or none.
     starts = {name: rank * math.ceil(p.size(0) / W) * p.stride(0) if is_sharded else 0
@@ -627,13 +630,20 @@ def make_optimizer(model, config):
               dict(params=others, weight_decay=0.0)]
     # Not fused: that kernel rounds a tensor's tail differently, so slices would not match wholes.
     # foreach on an accelerator: else each tensor takes kernels of its own.
-    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2),
-                              foreach=not others[0].is_cpu, fused=False)
-    for p in matrices + others:
-        adamw.state[p] = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p),
-                              exp_avg_sq=torch.zeros_like(p))
+    options = dict(lr=config.lr, betas=(config.beta1, config.beta2),
+                   foreach=not others[0].is_cpu, fused=False)
+    if config.mode == "torch-zero1":
+        optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
+        adamw = optimizer.optim  # over the parameters that this rank updates
+        optimizer.state = adamw.state
+    else:
+        optimizer = adamw = torch.optim.AdamW(groups, **options)
+    for group in adamw.param_groups:
+        for p in group["params"]:
+            adamw.state[p] = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p),
+                                  exp_avg_sq=torch.zeros_like(p))
     if config.optimizer == "adamw":
-        return adamw
+        return optimizer
     # By this factor its updates are as large as AdamW's, so one --lr does for both: Moonlight,
     # arXiv 2502.16982, section 2.2.
     muon = torch.optim.Muon(for_muon, lr=config.lr, weight_decay=config.weight_decay,
@@ -674,7 +684,7 @@ def set_gradient_sync(model, config, on):
     Stages 2 and 3 always exchange them: they have no room for whole gradients, and so their bits
     are those of one process, however micro batches are divided among ranks.
     """
-    if config.mode == "torch-fsdp":
+    if config.mode in FSDP:
         model.set_requires_gradient_sync(on)
     elif config.mode not in ("zero2", "zero3") or config.shard_size == 1:
         model.require_backward_grad_sync = on
@@ -836,8 +846,9 @@ def evaluate(model, tokens, config, device):
         with autocast(config, device):
             _, loss = model(x, y)
         losses[index:index + 1] = loss  # nowhere, if index is not below n
-    if config.mode == "torch-fsdp":
-        model.reshard()  # without a backward the root stays whole, and is not saved as shards
+    if config.mode in FSDP:
+        for module in (*model.blocks, model):
+            module.reshard()  # what stays whole without a backward would not be saved as shards
     model.train()
     dist.all_reduce(losses)
     return losses.mean().item()
