@@ -325,6 +325,12 @@ class Bucket:
             self.n += round_up(p.numel(), align)
         self.gradients = None
 
+    def __str__(self):
+        """For errors and profiles."""
+        first_slot = next(iter(self.slots.values()))
+        n_bytes = self.n * first_slot.owner.dtype.itemsize
+        return f"the bucket from {first_slot.fqn} on ({1e-6 * n_bytes:.2f} MB)"
+
     def view(self, p, buffer):
         """All of p in a buffer of n elements."""
         slot = self.slots[p]
@@ -612,8 +618,7 @@ class Reducer(torch.nn.Module):
                 # This backward has brought no gradient of p, but no_sync() may have held one back.
                 if p not in backward.locally_used and bucket.put(p, backward.scale):
                     backward.locally_used.add(p)
-            first_slot = next(iter(bucket.slots.values()))
-            what = f"reduce the bucket from {first_slot.fqn} on"
+            what = f"reduce {bucket}"
             with torch.profiler.record_function(f"start: {what}"):
                 backward.launched.append((what, self._reduce(bucket)))
 

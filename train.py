@@ -9,11 +9,12 @@
     python train.py --dataset shakespeare.txt --max_steps 2000  # a text file
     python train.py --dataset data/openwebtext --tokenizer gpt2 --model gpt2 --lr 6e-4
     torchrun --nproc_per_node=4 --max-restarts=3 train.py --mode zero3 --resume auto
+    python train.py --resume out/best --eval_only --prompt "def "   # ask a checkpoint
 
-Replaces a trainer framework by one loop, `main`, which reads from top to bottom. The functions
-above it come in the order in which a run meets them. The modes differ in `wrap` and in
-`set_gradient_sync`; `naive` averages in `train_step`. One process is a process group of one rank,
-so no line asks whether there is a group.
+Replaces a trainer framework by one loop. The options come first, then the loop, `main`, which
+calls `train_step`, then what both call, in the order in which a run meets it. The modes differ in
+`wrap` and in `set_gradient_sync`; `naive` averages in `train_step`. One process is a process group
+of one rank, so no line asks whether there is a group.
 
 How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
 alone, and ranks take its micro batches in turn: any number of ranks reads the same samples in the
@@ -27,16 +28,25 @@ can resume, a text that the model wrote, and as the last line of stdout `RESULT 
 param_sha256 is equal for runs that produced the same bits.
 
 Cost: two small all-reduces a step, for losses and for timings, and the norm of the parameters.
+
+To debug, put breakpoint() anywhere and run one process: `python train.py --mode zero3` goes through
+the functions of the stage, too. On several ranks breakpoint() fails, since they share one stdin:
+there write torch.distributed.breakpoint(0), which stops rank 0 while the others wait, type `up` to
+reach your line, and give yourself --timeout_s 3600.
 """
 
 import argparse
 import atexit
+import collections
+import contextlib
 import dataclasses
 import datetime
+import difflib
 import functools
 import gc
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -54,8 +64,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ddp import (DDP, HierarchicalState, TopKState, average_gradients, clip_gradients_,
                  hierarchical_hook, top_k_hook, total_norm)
@@ -68,65 +78,70 @@ from zero import Zero1, Zero2, Zero3
 # options
 @dataclasses.dataclass
 class Config:
+    """Each field is a flag, its comment the text of --help, and the line above a group its title.
+    What values are possible is in the tables at `parse_args`."""
     # run
-    mode: str | None = None  # unless given ddp under torchrun, else single
+    mode: str | None = None  # who averages gradients [single; under torchrun ddp]
     max_steps: int = 800  # optimizer steps
     seed: int = 1337  # of the weights, the order of samples and the sample text
-    out_dir: str = "out"  # for checkpoints, metrics.jsonl and the cache of tokens
-    device: str | None = None  # cpu, or the accelerator that torch finds, which it is unless given
-    threads: int = 1  # CPU threads per rank, more for --offload; bits hold per thread count
-    timeout_s: float = 120.0  # bound on any collective, in seconds; not on the wait for an export
+    out_dir: str = "out"  # for checkpoints, metrics.jsonl, tokens; or where --resume PATH lies
+    device: str | None = None  # cpu or an accelerator, such as cuda [the accelerator, if any]
+    threads: int = 1  # CPU threads per rank; another number may give other bits
+    timeout_s: float = 120.0  # seconds after which a rank that waits for another one gives up
     check_interval: int = 100  # steps between comparisons of parameters over ranks, 0 for none
     # checkpoints
     save_interval: int = 100  # steps between checkpoints; the last step has one too; 0 for none
     keep_last: int = 2  # checkpoints kept beside the best one
-    resume: str | None = None  # auto: from the newest checkpoint in out_dir; or a checkpoint's path
-    export_hf: str | None = None  # folder for the model as transformers' LlamaForCausalLM
+    resume: str | None = None  # auto (the newest checkpoint in out_dir), or PATH, with its flags
+    export_hf: str | None = None  # folder to write the model to, for transformers
     # data
     dataset: str = "stdlib"  # Python's own library, a text file, or a folder of train.bin, val.bin
     tokenizer: str = "bytes"  # bytes, or a tiktoken name such as gpt2 or o200k_base
     # model
-    init_from: str | None = None  # folder of a LlamaForCausalLM: its sizes and weights, no preset
-    model: str = "tiny"  # preset
-    n_layer: int | None = None  # blocks; overrides the preset, as do the next four
+    init_from: str | None = None  # folder of a Llama of transformers: its sizes and weights
+    model: str = "tiny"  # preset of sizes
+    n_layer: int | None = None  # blocks, in place of the preset's; so are the next four
     n_head: int | None = None  # query heads
     n_kv_head: int | None = None  # key and value heads, a divisor of n_head
     n_embd: int | None = None  # width
     block_size: int | None = None  # tokens per sequence
     activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, slower
-    compile: bool = False  # torch.compile each block; needs a C++ compiler on CPU
+    compile: bool = False  # torch.compile each block; needs a C++ compiler on a CPU
     # batch
     global_batch_size: int = 16  # sequences per optimizer step, over all ranks
     micro_batch_size: int | str = 4  # sequences per rank and backward; auto: the most that fit
-    memory_limit_gb: float | None = None  # for auto: what a rank may hold; else the accelerator's
+    memory_limit_gb: float | None = None  # for auto: what a rank may hold [what is free, of a GPU]
     # precision
-    dtype: str = "fp32"  # or autocast to bf16 or fp16, fp16 with a gradient scaler
-    param_dtype: str | None = None  # ZeRO: of gathered parameters and blocks' inputs; else fp32
-    reduce_dtype: str | None = None  # ZeRO: of gradients on their way; else fp32
+    dtype: str = "fp32"  # bf16 and fp16 compute by autocast, fp16 with a gradient scaler
+    param_dtype: str | None = None  # zero1 to 3: of parameters in use and blocks' inputs [fp32]
+    reduce_dtype: str | None = None  # zero1 to 3: of gradients on their way [fp32]
     # data parallelism
-    bucket_cap_mb: float = 25.0  # gradients reduced at once by ddp and torch-ddp, in MB
+    bucket_cap_mb: float = 25.0  # ddp, torch-ddp: MB of gradients that are sent at once
     find_unused_parameters: bool = False  # ddp, torch-ddp: parameters may stay without a gradient
-    comm_hook: str | None = None  # ddp: compresses what is sent; else a plain all-reduce
-    topk_ratio: float = 0.01  # topk: the part of the elements that is sent
-    node_size: int | None = None  # hierarchical: ranks per node; as torchrun has it unless given
-    shard_size: int | None = None  # ZeRO: ranks that share one copy of the state; else all
-    offload: bool = False  # ZeRO: shards, their gradients and the optimizer on the CPU
+    comm_hook: str | None = None  # ddp: how gradients are compressed [not at all]
+    topk_ratio: float = 0.01  # --comm_hook topk: the part of the elements that is sent
+    node_size: int | None = None  # --comm_hook hierarchical: ranks per node [as torchrun has it]
+    shard_size: int | None = None  # zero1 to 3: ranks that share one copy of the state [all]
+    offload: bool = False  # zero1 to 3: keep shards, gradients and optimizer on the CPU
     # optimizer
-    optimizer: str = "adamw"  # or muon: Muon for the matrices of blocks, AdamW for the rest
+    optimizer: str = "adamw"  # muon: Muon for the matrices of blocks, AdamW for the rest
     lr: float = 3e-3  # peak learning rate
-    min_lr: float | None = None  # where the cosine ends; lr / 10 unless given
+    min_lr: float | None = None  # learning rate in the last step [lr / 10]
     warmup_steps: int = 40  # steps of linear warm-up
     weight_decay: float = 0.1  # on tensors of two or more dimensions only
-    beta1: float = 0.9  # decay of the mean of gradients
-    beta2: float = 0.99  # decay of the mean of squared gradients
+    beta1: float = 0.9  # AdamW: decay of the mean of gradients
+    beta2: float = 0.99  # AdamW: decay of the mean of squared gradients
     grad_clip: float = 1.0  # largest norm of all gradients together, 0 for no limit
     # evaluation
     eval_interval: int = 100  # steps between evaluations; the last step is always evaluated
     eval_steps: int = 20  # micro batches an evaluation takes, over all ranks; 0 for none at all
+    eval_only: bool = False  # evaluate what --resume or --init_from names, print a text, and leave
+    prompt: str = "\n"  # what the sample text continues
     sample_tokens: int = 256  # length of the sample text at the end, 0 for none
     # watching
     log_interval: int = 10  # steps between printed lines; metrics.jsonl has every step
-    profile: int = 0  # steps to trace, from the third on, for ui.perfetto.dev; 0 for none
+    trace: bool = False  # print what each rank starts, waits for and frees in its third step
+    profile: int = 0  # steps to record, from the third on, for ui.perfetto.dev; 0 for none
     tensorboard: bool = False  # write to out_dir/tensorboard; needs the package tensorboard
     wandb: bool = False  # log to Weights & Biases; needs the package wandb
 
@@ -135,6 +150,273 @@ MAX_SKIPPED_STEPS = 20  # in a row, for a loss or gradients that are not finite;
 ZERO = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 FSDP = ("torch-fsdp", "torch-fsdp-kept")  # kept: parameters stay whole after the forward
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# -------------------------------------------------------------------------------------------------
+# the loop
+
+
+def main(config, progress):
+    """A whole run -> exit status.
+
+    progress: what the loop knows beside tensors: the step, the best one, the last step's entry of
+    metrics.jsonl. Every checkpoint has it, and `run` names the step in errors.
+    """
+    # 1) meet the other ranks. Tokenizer, data and `gpt`, the model without any wrapper, are the
+    # same on all of them.
+    device, torchrun_store = start_process_group(config)
+    tokenizer, gpt, tokens, val_tokens = together(prepare, config, device)
+    facts = facts_of_run(config, gpt, tokens)
+    out_dir = pathlib.Path(config.out_dir).resolve()
+    # A folder that marks out_dir as this run's, until a later run removes it.
+    mark = None if config.eval_only else claim(out_dir)
+    check_ranks_agree(vars(config) | facts | facts_of_start(mark, val_tokens, config))
+    if config.micro_batch_size == "auto":
+        config.micro_batch_size = largest_micro_batch(config, tokenizer, device)
+
+    # 2) `model`, what the mode makes of gpt; the optimizer over the parameters that this leaves
+    model = wrap(gpt, config, device)
+    optimizer = make_optimizer(model, config)
+    scaler = make_scaler(config, device)
+
+    # 3) continue where an earlier run stopped
+    progress["run_id"] = from_rank_0(os.urandom(8).hex())
+    tensors = checkpoint_tensors(model, optimizer, gpt, config)
+    record = resume(config, out_dir, mark, tensors, facts, torchrun_store)
+    if record is not None:
+        progress |= {name: record.get(name, progress[name]) for name in progress}
+        scaler.load_state_dict(record["scaler"])
+        if config.comm_hook in ("topk", "powersgd"):
+            model.comm_state.iter = progress["step"]
+    device_name = introduce(gpt, tokens, config, device)
+    # FLOP/s of all ranks; those of 16-bit units, whatever the run computes in.
+    peak = dist.get_world_size() * (peak_flops(device_name) or math.nan)
+    metrics, trackers = start_trackers(config, mark, gpt, progress)
+    signals = []  # one or more: finish the step, save, stop
+
+    def note(number, frame):
+        signals.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+
+    # 4) the loop
+    saved = True
+    recent = collections.deque(maxlen=100)  # the entries of the last steps
+    last_step = progress["step"] if config.eval_only else config.max_steps
+    for step in range(progress["step"] + 1, last_step + 1):
+        # forward, backward and update; stop if too many steps in a row were skipped
+        progress["step"] = step
+        entry, stop = train_step(model, optimizer, scaler, tokens, step, config, device, signals)
+        progress["skipped"] = progress["skipped"] + 1 if entry["skipped"] else 0
+        if progress["skipped"] == MAX_SKIPPED_STEPS:
+            raise Stop(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: lower --lr")
+        if is_due(step, config.check_interval):
+            compare_parameters(model)
+
+        # evaluate, on all ranks
+        best = {}
+        if config.eval_steps and is_due(step, config.eval_interval, config.max_steps):
+            entry["val_loss"] = evaluate(model, val_tokens, config, device)
+            if entry["val_loss"] < progress["best_val_loss"]:
+                best = dict(best_step=step, best_val_loss=entry["val_loss"])
+
+        # log, on rank 0, as long as no later run has taken out_dir
+        entry["mfu"] = entry["tokens_per_sec"] * gpt.flops_per_token() / peak
+        recent.append(entry)
+        if is_due(step, config.log_interval, 1) or "val_loss" in entry or entry["skipped"]:
+            print_step(entry, recent, config)
+        progress["entry"] = finite(entry)
+        for track in trackers:
+            track(progress["entry"])
+        if dist.get_rank() == 0 and not mark.exists():
+            signals.append("a later run")
+
+        # write a checkpoint, on all ranks, and stop where one of them was told to; skipped steps
+        # must not push out the checkpoints before them
+        is_time = is_due(step, config.save_interval, config.max_steps) and not entry["skipped"]
+        if config.save_interval and (is_time or best or stop):
+            record = dict(progress | best, facts=facts, scaler=scaler.state_dict(),
+                          world_size=dist.get_world_size(), config=vars(config))
+            tensors = checkpoint_tensors(model, optimizer, gpt, config)  # top-k makes new ones
+            saved = save_checkpoint(out_dir, mark, tensors, record, metrics)
+            if saved:
+                progress |= best
+        if stop:
+            on_rank_0(release, mark)
+            say(f"train.py: stopped by a signal after step {step}", sys.stderr)
+            return 0 if saved else 1
+
+    # 5) a text that the model writes, the result, and the weights for transformers
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    entry = progress["entry"]
+    if not config.eval_only:
+        on_rank_0(release, mark)
+    elif config.eval_steps:
+        entry["val_loss"] = evaluate(model, val_tokens, config, device)
+        say(f"step {progress['step']} | val loss {entry['val_loss']:.4f}")
+    n_bytes = bytes_per_param(model, gpt, optimizer) if recent else None
+    is_finite = "param_norm" not in entry or entry["param_norm"] is not None
+    if config.sample_tokens and is_finite:
+        say(f"sample:\n{sample(gpt, tokenizer, config, device)}")
+    print_result(model, progress, recent, n_bytes, config)
+    if config.export_hf:
+        export(model, gpt, config, tokenizer)
+    return 0 if saved else 1
+
+
+def is_due(step, interval, also=None):
+    """Whether something happens after a step, every interval steps and after step `also`; with
+    interval 0 never."""
+    return interval > 0 and (step == also or step % interval == 0)
+
+
+# -------------------------------------------------------------------------------------------------
+# a step
+
+
+def train_step(model, optimizer, scaler, tokens, step, config, device, signals=()):
+    """Make a step, from 1 on -> (what metrics.jsonl has of it, whether some rank had signals). A
+    collective.
+
+    If loss or gradients are not finite on some rank, all ranks skip the update. Decisions are taken
+    from `sums`, which is the same everywhere; only times and memory differ between ranks.
+    """
+    # forward and backward, micro-step by micro-step
+    start_s = time.perf_counter()
+    exposed_before_s = model.exposed_s  # waited for communication so far
+    rank, W, m = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
+    n = accumulation_steps(config)
+    blocks = global_batch(tokens, step, config)
+    # A place for each micro batch of all ranks, in the order of the data. Other ranks' places are
+    # 0, so the sum over ranks rounds nothing, and the logged loss does not depend on W.
+    # The last two are for what all ranks must know.
+    sums = torch.zeros(n * W + 2, dtype=torch.float64, device=device)
+    optimizer.zero_grad(set_to_none=True)
+    for micro_step in range(n):
+        index = micro_step * W + rank
+        x, y = read_blocks(tokens, blocks[index * m:(index + 1) * m], config, device)
+        set_gradient_sync(model, config, micro_step == n - 1)
+        with autocast(config, device):
+            _, loss = model(x, y)
+        sums[index] = loss.detach()
+        scaler.scale(loss).backward()  # not loss / n, which would round
+    if config.mode == "naive":
+        naive_s = time.perf_counter()
+        average_gradients(model, divide_factor=1)
+        model.exposed_s += time.perf_counter() - naive_s
+
+    # take the mean of n W micro batches and clip it, on all ranks by the same factor
+    scaler.unscale_(optimizer)
+    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
+    was_divided_by = W if model.gradient_divide_factor is None else model.gradient_divide_factor
+    norm = clip_gradients_(gradients, config.grad_clip or math.inf, model.shard_group,
+                           divide_by=n * W / was_divided_by).to(device)
+
+    # add up losses over ranks, and in the same collective what all ranks must know; read all of it
+    # at once, since an accelerator stands still meanwhile
+    sums[-2] = ~norm.isfinite()
+    sums[-1] = len(signals)
+    dist.all_reduce(sums)
+    *losses, n_not_finite, n_signals, grad_norm = torch.cat((sums, norm.view(1))).tolist()
+    loss = math.fsum(losses) / len(losses)
+    skipped = n_not_finite > 0 or not math.isfinite(loss)
+
+    # update the weights, in every mode by the same rate
+    for group in optimizer.param_groups:
+        group["lr"] = lr_at(step, config)
+    if not skipped:
+        scaler.step(optimizer)
+    scaler.update()
+    param_norm = total_norm([local(p.detach()) for p in model.parameters()], model.shard_group)
+    step_s = time.perf_counter() - start_s
+    entry = dict(step=step, loss=loss, lr=lr_at(step, config), grad_norm=grad_norm,
+                 param_norm=param_norm.item(), skipped=skipped,
+                 tokens_per_sec=config.global_batch_size * config.block_size / step_s,
+                 step_ms=1e3 * step_s,
+                 comm_exposed_ms=1e3 * (model.exposed_s - exposed_before_s),
+                 mem_bytes=peak_mem_bytes(device))
+    entry["ranks"] = over_ranks(entry, device)
+    return entry, n_signals > 0
+
+
+def set_gradient_sync(model, config, on):
+    """Whether the next backward exchanges gradients. Sets what no_sync() does, without its block.
+
+    Stages 2 and 3 always exchange them: they have no room for whole gradients, and so their bits
+    are those of one process, however micro batches are divided among ranks.
+    """
+    if config.mode in FSDP:
+        model.set_requires_gradient_sync(on)
+    elif config.mode not in ("zero2", "zero3") or config.shard_size == 1:
+        model.require_backward_grad_sync = on
+
+
+def accumulation_steps(config):
+    """Micro-steps that a step takes on every rank. Raises ValueError unless whole."""
+    m = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
+    B, W = config.global_batch_size, dist.get_world_size()
+    if B % (m * W):
+        possible = [n for n in range(1, B // m + 1) if B % (m * n) == 0]
+        others = f"on {possible} ranks it would" if possible else f"it is no multiple of {m}"
+        raise ValueError(f"--global_batch_size {B} in micro batches of {m} does not divide among "
+                         f"{W} ranks: {others}")
+    return B // (m * W)
+
+
+def autocast(config, device):
+    return torch.autocast(device.type, DTYPES[config.dtype], enabled=config.dtype != "fp32")
+
+
+def lr_at(step, config):
+    """Learning rate of a step, from 1 on: linear warm-up to lr, then a cosine from lr to min_lr."""
+    if step <= config.warmup_steps:
+        return config.lr * step / (config.warmup_steps + 1)
+    min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
+    decay_steps = max(1, config.max_steps - config.warmup_steps)
+    done = (step - 1 - config.warmup_steps) / decay_steps
+    coefficient = 0.5 * (1 + math.cos(math.pi * done))  # from 1 to 0
+    return min_lr + coefficient * (config.lr - min_lr)
+
+
+def over_ranks(entry, device):
+    """{name: [min, mean, max] over ranks} of what each rank measures for itself, and the slowest
+    rank. All ranks take as long as that one, so it is the one that waits least; None in the torch
+    modes, which do not say how long they wait. A collective."""
+    names = ("step_ms", "comm_exposed_ms", "mem_bytes")
+    table = torch.zeros(dist.get_world_size(), len(names), dtype=torch.float64, device=device)
+    table[dist.get_rank()] = table.new_tensor([entry[name] for name in names])
+    dist.all_reduce(table)
+    table = table.cpu()
+    found = {}
+    for name, column in zip(names, table.T):
+        found[name] = [column.min().item(), column.mean().item(), column.max().item()]
+    busy_ms = table[:, 0] - table[:, 1]
+    found["slowest"] = None if busy_ms.isnan().any() else busy_ms.argmax().item()
+    return found
+
+
+def peak_mem_bytes(device, reset=False):
+    """The most this process has held, since reset, in bytes: by the accelerator's allocator, or as
+    resident set on a CPU, Python and torch included."""
+    if device.type != "cpu":
+        if reset:
+            torch.accelerator.reset_peak_memory_stats(device)
+        return torch.accelerator.max_memory_allocated(device)
+    if sys.platform != "linux":
+        import resource  # macOS, where it is in bytes; not on Windows
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if reset:
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+
+# -------------------------------------------------------------------------------------------------
+# flags
+
 SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
 CHOICES = {"mode": ("single", "naive", "ddp", *ZERO, "torch-ddp", "torch-zero1", *FSDP),
            "optimizer": ("adamw", "muon"),
@@ -150,35 +432,128 @@ BELONGS = {"param_dtype": ("mode", ZERO), "reduce_dtype": ("mode", ZERO),
            "shard_size": ("mode", ZERO), "offload": ("mode", ZERO), "comm_hook": ("mode", ["ddp"]),
            "topk_ratio": ("comm_hook", ["topk"]), "node_size": ("comm_hook", ["hierarchical"]),
            "memory_limit_gb": ("micro_batch_size", ["auto"])}
+NEEDS_PACKAGE = {"tensorboard": "tensorboard", "wandb": "wandb", "init_from": "safetensors",
+                 "export_hf": "safetensors"}
+# What a run does not take from the checkpoint that it resumes from; and what an evaluation does not
+# take, as it may be on another machine and on fewer ranks.
+OF_ONE_START = {"out_dir", "resume", "eval_only", "prompt", "trace", "profile", "export_hf"}
+NOT_TO_EVALUATE = {"device", "compile", "comm_hook", "shard_size", "tensorboard", "wandb"}
+# Flags of nanoGPT whose names have nothing in common with ours.
+OF_NANOGPT = {"learning_rate": ["lr"], "gradient_accumulation_steps": ["global_batch_size"]}
 
 
 def int_or_auto(text):
     return text if text == "auto" else int(text)
 
 
-def parse_args(argv):
-    """Flags -> Config. A field of Config is a flag, and its comment is the help text, so that a new
-    option is one line. Without a process group yet, a mistake ends the process here.
-    """
-    source = pathlib.Path(__file__).read_text("utf-8")
-    comments = dict(re.findall(r"^    (\w+): .*?# (.*)$", source, re.MULTILINE))
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, allow_abbrev=False)
+def make_parser():
+    """A parser with a flag for each field of Config, in groups, with the comments as help. Flags that
+    are not given are not in what it returns."""
+    title, commands, *_, debugging = __doc__.split("\n\n")
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=f"{title}\n\n{commands}",
+                                     epilog=debugging, allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: refuse(f"{message} (--help lists the flags)")
-    for option in dataclasses.fields(Config):
-        kinds = getattr(option.type, "__args__", (option.type,))  # int | None -> (int, NoneType)
-        how = dict(default=option.default, help=f"{comments[option.name]} [{option.default}]")
-        how |= (dict(action=argparse.BooleanOptionalAction) if bool in kinds else
-                dict(type=int_or_auto if kinds == (int, str) else kinds[0],
-                     choices=CHOICES.get(option.name)))
-        parser.add_argument(f"--{option.name}", **how)
-    config = Config(**vars(parser.parse_args(argv)))
+    options = {option.name: option for option in dataclasses.fields(Config)}
+    for line in inspect.getsource(Config).splitlines():
+        heading = re.fullmatch(r"    # (.*)", line)
+        field = re.fullmatch(r"    (\w+): .*?# (.*)", line)
+        if heading:
+            group = parser.add_argument_group(heading[1])
+        if field:
+            add_flag(group, options[field[1]], field[2])
+    return parser
+
+
+def add_flag(group, option, text):
+    """Add the flag of a field of Config, with this text and the default as help."""
+    if option.type is bool:
+        group.add_argument(f"--{option.name}", action=argparse.BooleanOptionalAction, help=text)
+        return
+    kinds = getattr(option.type, "__args__", (option.type,))  # int | None -> (int, NoneType)
+    kind = int_or_auto if kinds == (int, str) else kinds[0]
+    if option.name in CHOICES:
+        text += f": {', '.join(CHOICES[option.name])}"
+    if option.default is not None:
+        text += " [" + json.dumps(option.default).strip('"') + "]"
+    group.add_argument(f"--{option.name}", type=kind, metavar=kind.__name__, help=text)
+
+
+def parse_args(argv):
+    """Flags -> Config. What is not given is as in the checkpoint that --resume names, or else the
+    default. Without a process group yet, a mistake ends the process here.
+    """
+    parser = make_parser()
+    refuse_values_of_switches(argv)
+    namespace, unknown = parser.parse_known_args(argv)
+    given = vars(namespace)
+    if unknown:
+        word = unknown[0].partition("=")[0].removeprefix("--")
+        similar = OF_NANOGPT.get(word) or difflib.get_close_matches(word, vars(Config()))
+        hint = did_you_mean([f"--{name}" for name in similar])
+        parser.error(f"there is no flag {unknown[0]}{hint}")
+    saved = flags_of_checkpoint(given)
+    config = Config(**(saved | given))
+    if config.mode is None:
+        config.mode = "ddp" if "RANK" in os.environ else "single"
+    for name, (other, values) in BELONGS.items():
+        if name not in given and getattr(config, other) not in values:
+            setattr(config, name, getattr(Config, name))  # saved, but of no use any more
     for name, value in vars(config).items():
-        least, most = 1e-9 if name in POSITIVE else 0, AT_MOST.get(name, 1e18)
-        if isinstance(value, int | float) and not least <= value <= most:  # nan is in no range
-            parser.error(f"--{name} {value} is out of range")
-    config.mode = config.mode or ("ddp" if "RANK" in os.environ else "single")
-    config.min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
+        check_value(parser, name, value)
     return config
+
+
+def refuse_values_of_switches(argv):
+    """`--compile=False` is how nanoGPT says it."""
+    for word in argv:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if equals and isinstance(getattr(Config, name, None), bool):
+            is_off = value.lower() in ("false", "no", "off", "0")
+            refuse(f"{word}: did you mean --{'no-' if is_off else ''}{name}?")
+
+
+def did_you_mean(words):
+    return f": did you mean {' or '.join(words[:2])}?" if words else ""
+
+
+def check_value(parser, name, value):
+    """End the process if a flag cannot have this value, whatever the others are."""
+    if name in CHOICES and value is not None and value not in CHOICES[name]:
+        similar = difflib.get_close_matches(value, CHOICES[name], cutoff=0.5)
+        hint = did_you_mean([f"--{name} {word}" for word in similar])
+        parser.error(f"--{name} {value} is none of {', '.join(CHOICES[name])}{hint}")
+    least = 1e-9 if name in POSITIVE else 0
+    most = AT_MOST.get(name, 1e18)
+    if isinstance(value, int | float) and not least <= value <= most:  # nan is in no range
+        parser.error(f"--{name} {value} is out of range")
+
+
+def flags_of_checkpoint(given):
+    """{name: value} of the flags that the run had from which --resume continues; {} without. Where
+    a checkpoint is damaged the one before will do: `newest_sound` says so."""
+    if "resume" not in given:
+        return {}
+    folders = [pathlib.Path(given["resume"])]
+    if given["resume"] == "auto":
+        folders = newest_first(pathlib.Path(given.get("out_dir", Config.out_dir)))
+    record = None
+    for folder in folders:
+        record = read_record(folder)
+        if record is not None:
+            break
+    if record is None:
+        return {}
+    left_out = OF_ONE_START | NOT_TO_EVALUATE if "eval_only" in given else OF_ONE_START
+    saved = {}
+    for name, value in record["config"].items():
+        if hasattr(Config, name) and name not in left_out:
+            saved[name] = value
+    if saved["mode"] == "single":
+        del saved["mode"]  # what is default without torchrun, and impossible with it
+    saved["out_dir"] = str(folder.resolve().parent)
+    return saved
 
 
 def check(config):
@@ -191,29 +566,38 @@ def check(config):
         if getattr(config, name) != getattr(Config, name) and getattr(config, other) not in values:
             raise ValueError(f"--{name} needs --{other} {' or '.join(values)}")
     for name in ("shard_size", "node_size"):
-        if W % (getattr(config, name) or 1):
-            raise ValueError(f"--{name} {getattr(config, name)} does not divide {W} ranks")
+        n_ranks = getattr(config, name)
+        if n_ranks is not None and W % n_ranks:
+            raise ValueError(f"--{name} {n_ranks} does not divide {W} ranks")
     if config.optimizer == "muon" and config.mode in ("torch-zero1", *FSDP):
-        raise ValueError(f"--optimizer muon: --mode {config.mode} cuts matrices: choose zero3")
+        raise ValueError(f"--optimizer muon does not work with --mode {config.mode}: choose zero3")
     if config.dtype == "fp16" and config.comm_hook in ("powersgd", "topk"):
         raise ValueError(f"--dtype fp16 and --comm_hook {config.comm_hook}: choose bf16")
     if config.init_from and any(getattr(config, name) for name in SIZES[:-1]):
         raise ValueError("--init_from has sizes of its own: only --block_size can be another")
-    accumulation_steps(config)
-    for flag, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"),
-                          ("init_from", "safetensors"), ("export_hf", "safetensors")):
-        if getattr(config, flag) and not importlib.util.find_spec(package):
-            raise ValueError(f"--{flag} needs a package: pip install {package}")
+    if config.trace and (config.profile or config.max_steps < 3):
+        raise ValueError("--trace needs --max_steps 3, and cannot run beside --profile")
+    if config.eval_only:
+        if config.resume is None and config.init_from is None:
+            raise ValueError("--eval_only needs --resume, such as --resume out/best")
+    else:
+        accumulation_steps(config)
+    for name, package in NEEDS_PACKAGE.items():
+        if getattr(config, name) and not importlib.util.find_spec(package):
+            raise ValueError(f"--{name} needs a package: pip install {package}")
 
 
-def accumulation_steps(config):
-    """Micro-steps that a step takes on every rank. Raises ValueError unless whole."""
-    m = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
-    B, W = config.global_batch_size, dist.get_world_size()
-    if B % (m * W):
-        raise ValueError(f"--global_batch_size {B} in micro batches of {m} does not divide among "
-                         f"{W} ranks, but among {[n for n in range(1, B + 1) if B % (m * n) == 0]}")
-    return B // (m * W)
+def check_compiler(device):
+    """Raise ValueError where torch.compile lacks what it needs on a CPU. (In the first step this
+    would be a traceback. The function is private, but asks what torch itself will ask.)"""
+    from torch._inductor import cpp_builder
+
+    if device.type == "cpu":
+        try:
+            cpp_builder.get_cpp_compiler()
+        except RuntimeError as error:
+            raise ValueError("--compile needs a C++ compiler: install g++ or clang, or set CXX to "
+                             "the one that you have") from error
 
 
 # -------------------------------------------------------------------------------------------------
@@ -234,48 +618,28 @@ class Stop(Exception):
     """All ranks stop here, for a reason that is said in one line."""
 
 
-def meet(store, rank, world_size, timeout):
-    """store, torchrun's, under a prefix that only the ranks of this start know.
-
-    torchrun keeps its store over restarts (torch 2.13), and in it the addresses of dead ranks, for
-    which new ranks would wait. It counts restarts, but per node, so the count is no prefix that
-    ranks agree on. So rank 0 draws a prefix, and every other rank asks for it under a number that
-    it has drawn itself: an answer to a dead rank is never taken for one's own. Raises Stop if a
-    rank does not come within timeout, a timedelta.
-    """
-    drawn, deadline_s = os.urandom(8).hex(), time.monotonic() + timeout.total_seconds()
-    if rank > 0:
-        store.set(f"ask/{rank}", drawn)
-        prefix = store.get(f"answer/{drawn}").decode()  # waits
-        store.set(f"{prefix}/met/{rank}", "")
-        return dist.PrefixStore(prefix, store)
-    peers = range(1, world_size)
-    while not store.check([f"{drawn}/met/{peer}" for peer in peers]):
-        for peer in peers:
-            if store.check([f"ask/{peer}"]):  # asked by a dead rank, or by the one that waits
-                store.set(f"answer/{store.get(f'ask/{peer}').decode()}", drawn)
-        if time.monotonic() > deadline_s:
-            raise Stop("some ranks did not start within --timeout_s")
-        time.sleep(0.01)
-    return dist.PrefixStore(drawn, store)
-
-
 def start_process_group(config):
     """Join the other ranks, of which there are none without torchrun -> this rank's device, and a
     store that lives as long as torchrun does. Raises Stop if there is no such --device, or fewer
     than ranks on this host, since two cannot share one."""
     torch.set_num_threads(config.threads)
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    n_local, most = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), {"cpu": 1024}
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    n_devices = {"cpu": 1024}
+    default = "cpu"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     # Not MPS, which has no collectives and no float64; torch names gloo for it.
     if accelerator and dist.get_default_backend_for_device(accelerator) != "gloo":
-        most[accelerator.type] = torch.accelerator.device_count()
-    kind = config.device or [*most][-1]  # the accelerator, if there is one
-    if n_local > most.get(kind, 0):
-        raise Stop(f"--device {kind}: {most.get(kind, 0)} for {n_local} ranks; there are {[*most]}")
-    device = torch.device(kind if kind == "cpu" else f"{kind}:{os.environ.get('LOCAL_RANK', 0)}")
+        default = accelerator.type
+        n_devices[default] = torch.accelerator.device_count()
+    kind = default if config.device is None else config.device
+    n = n_devices.get(kind, 0)
+    if n_local > n:
+        raise Stop(f"--device {kind}: {n} for {n_local} ranks; there are {list(n_devices)}")
+    device = torch.device("cpu")
     if kind != "cpu":
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
     timeout = datetime.timedelta(seconds=config.timeout_s)
     torchrun_store = store = dist.HashStore()
@@ -287,6 +651,34 @@ def start_process_group(config):
     dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
                             world_size=world_size, timeout=timeout)
     return device, torchrun_store
+
+
+def meet(store, rank, world_size, timeout):
+    """store, torchrun's, under a prefix that only the ranks of this start know.
+
+    torchrun keeps its store over restarts (torch 2.13), and in it the addresses of dead ranks, for
+    which new ranks would wait. It counts restarts, but per node, so the count is no prefix that
+    ranks agree on. So rank 0 draws a prefix, and every other rank asks for it under a number that
+    it has drawn itself: an answer to a dead rank is never taken for one's own. Raises Stop if a
+    rank does not come within timeout, a timedelta.
+    """
+    drawn = os.urandom(8).hex()
+    if rank > 0:
+        store.set(f"ask/{rank}", drawn)
+        prefix = store.get(f"answer/{drawn}").decode()  # waits
+        store.set(f"{prefix}/met/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    peers = range(1, world_size)
+    while not store.check([f"{drawn}/met/{peer}" for peer in peers]):
+        for peer in peers:
+            if store.check([f"ask/{peer}"]):  # asked by a dead rank, or by the one that waits
+                asked = store.get(f"ask/{peer}").decode()
+                store.set(f"answer/{asked}", drawn)
+        if time.monotonic() > deadline_s:
+            raise Stop("some ranks did not start within --timeout_s")
+        time.sleep(0.01)
+    return dist.PrefixStore(drawn, store)
 
 
 def gather(value):
@@ -322,15 +714,20 @@ def together(function, *arguments):
 
 
 def on_rank_0(function, *arguments):
-    """Call function(*arguments) on rank 0 while the others wait. Raises Stop as `together` does."""
-    together(lambda: function(*arguments) if dist.get_rank() == 0 else None)
+    """Call function(*arguments) on rank 0 while the others wait -> its result there, None on the
+    others. Raises Stop as `together` does."""
+    if dist.get_rank() > 0:
+        return together(lambda: None)
+    return together(function, *arguments)
 
 
 def check_ranks_agree(facts):
     """facts: {name: value}. Where ranks have different values, raise Stop on all of them, with the
     first such fact and the values of all ranks. A collective, of hashes as long as they agree."""
     hashes = gather(hashlib.sha256(repr(facts).encode()).digest())
-    views = gather(facts) if len(set(hashes)) > 1 else []
+    if len(set(hashes)) == 1:
+        return
+    views = gather(facts)
     for name in facts:
         values = [view[name] for view in views]
         if len(set(values)) > 1:
@@ -338,9 +735,66 @@ def check_ranks_agree(facts):
 
 
 def say(text, file=None):
-    """Print on rank 0."""
+    """Print on rank 0. A run does not end because its log is on a full disk."""
     if dist.get_rank() == 0:
-        print(text, file=file, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, file=file, flush=True)
+
+
+# -------------------------------------------------------------------------------------------------
+# before the first step: what every rank makes by itself, and what all must have in common
+
+
+def prepare(config, device):
+    """What every rank makes, or refuses, by itself -> tokenizer, GPT, training tokens, validation
+    tokens. Raises ValueError and OSError on a user's mistake."""
+    check(config)
+    if config.compile:
+        check_compiler(device)
+    if not config.eval_only:
+        os.makedirs(config.out_dir, exist_ok=True)
+    if config.export_hf:
+        os.makedirs(config.export_hf, exist_ok=True)
+    tokenizer = load_tokenizer(config.tokenizer)
+    gpt = build_gpt(config, tokenizer)
+    config.block_size = gpt.config.block_size  # that of the preset or folder, unless given
+    vocab_size = gpt.config.vocab_size
+    if max(encode_prompt(config, tokenizer)) >= vocab_size:
+        raise ValueError(f"--prompt has tokens that are not among the {vocab_size} of the model")
+    tokens, val_tokens = load_tokens(config, tokenizer, vocab_size)
+    return tokenizer, gpt, tokens, val_tokens
+
+
+def facts_of_run(config, gpt, tokens):
+    """{name: value} of what must stay as it is when a run resumes; of an evaluation the model
+    alone."""
+    facts = dict(vars(gpt.config))
+    del facts["activation_checkpointing"]  # changes no bit
+    if config.eval_only:
+        del facts["seed"]
+        return facts
+    return facts | dict(global_batch_size=config.global_batch_size, data_sample=fingerprint(tokens),
+                        optimizer=config.optimizer)
+
+
+def facts_of_start(mark, val_tokens, config):
+    """{name: value} of what ranks must have in common, beside their flags."""
+    facts = dict(validation=fingerprint(val_tokens), torch=torch.__version__,
+                 numpy=np.__version__)
+    if mark is not None and config.save_interval > 0:  # each rank writes its part of a checkpoint
+        facts["out_dir"] = "rank 0's" if mark.exists() else "another folder"
+    return facts
+
+
+def introduce(gpt, tokens, config, device):
+    """Print what is trained, on what -> the device's name."""
+    name = "CPU"
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name()
+    n_parameters = sum(p.numel() for p in gpt.parameters())
+    say(f"{n_parameters:,} parameters | {len(tokens):,} training tokens | {config.mode}, "
+        f"W = {dist.get_world_size()}, {dist.get_backend()} on {name}")
+    return name
 
 
 # -------------------------------------------------------------------------------------------------
@@ -364,6 +818,15 @@ def load_tokenizer(name):
         raise ValueError(f"--tokenizer {name}: {error}; bytes needs no download") from error
 
 
+def encode_prompt(config, tokenizer):
+    """Token ids of --prompt, at least one."""
+    try:
+        ids = tokenizer.encode(config.prompt, allowed_special={END_OF_TEXT}, disallowed_special=())
+    except UnicodeError as error:  # bytes that are no UTF-8
+        raise ValueError(f"--prompt {config.prompt!r}: {error}") from error
+    return ids if ids else [tokenizer.eot_token]
+
+
 def stdlib_text():
     """The standard library's source as one string, end-of-text between files.
 
@@ -374,27 +837,36 @@ def stdlib_text():
     root = pathlib.Path(os.__file__).parent
     left_out = {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data",
                 "test", "tests", "tkinter", "turtle", "turtledemo"}
-    paths = [path for name in sys.stdlib_module_names if not name.startswith("_sysconfigdata")
-             for path in ((root / name).with_suffix(".py"), *(root / name).rglob("*.py"))]
-    names = [path.relative_to(root).with_suffix("").as_posix() for path in paths if path.is_file()]
-    names = [name for name in names if not left_out.intersection(name.split("/"))]
+    names = []  # such as json/decoder
+    for module in sys.stdlib_module_names:
+        if module.startswith("_sysconfigdata"):
+            continue
+        for path in (root / f"{module}.py", *(root / module).rglob("*.py")):
+            name = path.relative_to(root).with_suffix("").as_posix()
+            if path.is_file() and left_out.isdisjoint(name.split("/")):
+                names.append(name)
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    return END_OF_TEXT.join((root / f"{name}.py").read_text("utf-8") for name in names)
+    texts = [(root / f"{name}.py").read_text("utf-8") for name in names]
+    return END_OF_TEXT.join(texts)
 
 
-def tokenize(text, tokenizer, out_dir):
+def tokenize(text, tokenizer, config):
     """text -> token ids, memory-mapped from a file in out_dir that is named after the text's hash.
+    An evaluation writes no such file, but uses one that is there.
 
     Ranks that come at the same time do the same work. That costs no time, and waiting for one of
     them could take longer than a collective may.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = pathlib.Path(out_dir, f"tokens-{tokenizer.name}-{digest}.npy")
+    path = pathlib.Path(config.out_dir, f"tokens-{tokenizer.name}-{digest}.npy")
     if not path.exists():
         say(f"tokenizing {len(text):,} characters with {tokenizer.name}")
         ids = tokenizer.encode_to_numpy(text, allowed_special={END_OF_TEXT}, disallowed_special=())
+        ids = ids.astype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32)
+        if config.eval_only:
+            return ids
         unfinished = path.with_name(f".{os.urandom(4).hex()}.npy")
-        np.save(unfinished, ids.astype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32))
+        np.save(unfinished, ids)
         fsync(unfinished)
         os.replace(unfinished, path)
     return np.load(path, mmap_mode="r")
@@ -406,25 +878,47 @@ def load_tokens(config, tokenizer, vocab_size):
     path = pathlib.Path(config.dataset)
     try:
         if config.dataset != "stdlib" and path.is_dir():  # nanoGPT's: uint16 and nothing else
-            parts = [np.memmap(path / name, "<u2", "r") for name in ("train.bin", "val.bin")]
+            train = np.memmap(path / "train.bin", "<u2", "r")
+            val = np.memmap(path / "val.bin", "<u2", "r")
         else:
             text = stdlib_text() if config.dataset == "stdlib" else path.read_text("utf-8")
-            tokens = tokenize(text, tokenizer, config.out_dir)
-            parts = np.split(tokens, [int(0.9 * len(tokens))])
+            tokens = tokenize(text, tokenizer, config)
+            train, val = np.split(tokens, [int(0.9 * len(tokens))])
     except ValueError as error:  # not UTF-8, an empty file, half a token
         raise ValueError(f"--dataset {path}: {error}") from error
-    for part, n in zip(parts, (config.global_batch_size, 1 if config.eval_steps else 0)):
-        if count_blocks(part, config) < n:
-            raise ValueError(f"--dataset {path} is too short: {len(part)} tokens for {n} blocks")
-        if n and part.max() >= vocab_size:  # reads the file once: a crash in mid-run costs more
-            raise ValueError(f"--dataset {path} has token {part.max()}, but there are {vocab_size}")
-    return parts
+    if not config.eval_only:
+        check_tokens(train, config.global_batch_size, vocab_size, config)
+    if config.eval_steps:
+        check_tokens(val, 1, vocab_size, config)
+    return train, val
+
+
+def check_tokens(tokens, least, vocab_size, config):
+    """Raise ValueError where there are fewer than `least` blocks, or where a sample of the tokens
+    has one that the model lacks. (The loss refuses any other such token.)"""
+    if count_blocks(tokens, config) < least:
+        raise ValueError(f"--dataset {config.dataset} is too short: {len(tokens)} tokens for "
+                         f"{least} blocks")
+    largest = some_of(tokens).max()
+    if largest >= vocab_size:
+        raise ValueError(f"--dataset {config.dataset} has token {largest}, but there are "
+                         f"{vocab_size}")
+
+
+def some_of(tokens):
+    """A million of tokens, in runs of a few pages, since every rank reads them and a file may have
+    billions; all of them where there are no more."""
+    n_runs, length = 256, 4096
+    if len(tokens) <= n_runs * length:
+        return np.asarray(tokens)
+    starts = np.linspace(0, len(tokens) - length, n_runs).astype(np.int64)
+    return np.concatenate([tokens[start:start + length] for start in starts])
 
 
 def fingerprint(tokens):
     """Their number, and a hash of about a million of them."""
-    some = np.ascontiguousarray(tokens[::max(1, len(tokens) // 2**20)])
-    return f"{len(tokens)} tokens with hash {hashlib.sha256(some).hexdigest()[:16]}"
+    digest = hashlib.sha256(np.ascontiguousarray(some_of(tokens))).hexdigest()
+    return f"{len(tokens)} tokens with hash {digest[:16]}"
 
 
 def count_blocks(tokens, config):
@@ -458,78 +952,70 @@ def read_blocks(tokens, blocks, config, device):
     return window[:, :-1], window[:, 1:]
 
 
-def prepare(config):
-    """What every rank makes, or refuses, by itself -> tokenizer, plain model, training tokens,
-    validation tokens. Raises ValueError and OSError on a user's mistake."""
-    check(config)
-    for folder in filter(None, (config.out_dir, config.export_hf)):
-        os.makedirs(folder, exist_ok=True)
-    tokenizer = load_tokenizer(config.tokenizer)
-    plain = build_model(config, tokenizer)
-    config.block_size = plain.config.block_size  # that of the preset or folder, unless given
-    return tokenizer, plain, *load_tokens(config, tokenizer, plain.config.vocab_size)
-
-
 # -------------------------------------------------------------------------------------------------
 # model, wrapper, optimizer
-#
-# "plain" is the GPT itself. "model" is what a mode makes of it, whose forward the loop calls.
 
 
-def build_model(config, tokenizer):
-    """The plain GPT: a preset, or the folder --init_from, each size overridden where its flag is
-    given. Raises ValueError on sizes that do not fit.
+def build_gpt(config, tokenizer):
+    """The GPT: a preset, or the folder --init_from, each size overridden where its flag is given.
+    Raises ValueError on sizes that do not fit.
 
     For ZeRO it is on the meta device, and its wrapper gives it values unit by unit, so that no rank
     ever holds all of it.
     """
-    sizes = (read_llama_config(config.init_from) if config.init_from else
-             dict(PRESETS[config.model], vocab_size=tokenizer.n_vocab))
-    sizes |= {name: getattr(config, name) for name in SIZES if getattr(config, name) is not None}
-    with torch.device("meta" if config.mode in ZERO else "cpu"):
-        model = GPT(GPTConfig(seed=config.seed, **sizes,
-                              activation_checkpointing=config.activation_checkpointing))
     if config.init_from:
-        read = functools.partial(read_llama_weights, model, config.init_from)
+        sizes = read_llama_config(config.init_from)
+    else:
+        sizes = dict(PRESETS[config.model], vocab_size=tokenizer.n_vocab)
+    for name in SIZES:
+        if getattr(config, name) is not None:
+            sizes[name] = getattr(config, name)
+    with torch.device("meta" if config.mode in ZERO else "cpu"):
+        gpt = GPT(GPTConfig(seed=config.seed, **sizes,
+                            activation_checkpointing=config.activation_checkpointing))
+    if config.init_from:
+        read = functools.partial(read_llama_weights, gpt, config.init_from)
         read()  # what is on meta is only compared; ZeRO's wrapper reads it, and takes rank 0's
-        model.init_weights = read if dist.get_rank() == 0 else lambda: None
-    return model
+        gpt.init_weights = read if dist.get_rank() == 0 else lambda: None
+    return gpt
 
 
-def wrap(model, config, device):
-    """The plain model -> what the loop calls. Here is where the modes differ.
+def wrap(gpt, config, device):
+    """gpt -> what the loop calls. Here is where the modes differ.
 
-    Whatever the mode, the result has what `add_surface` lists beside forward, so that no other
-    function asks which wrapper it has.
+    Whatever the mode, the result has what `add_our_interface` lists beside forward, so that no
+    other function asks which wrapper it has.
     """
     # None is 25 MB too, but only with None is torch's first bucket small.
     options = dict(bucket_cap_mb=None if config.bucket_cap_mb == 25 else config.bucket_cap_mb,
                    find_unused_parameters=config.find_unused_parameters,
                    gradient_as_bucket_view=True)  # ours always does it
     if config.compile:
-        model.compile_blocks()
+        gpt.compile_blocks()
     if config.mode in ZERO:
-        for_muon = [p for name, p in model.named_parameters() if takes_muon(name, p, config)]
-        model = ZERO[config.mode](model, param_dtype=DTYPES.get(config.param_dtype),
+        for_muon = [p for name, p in gpt.named_parameters() if takes_muon(name, p, config)]
+        model = ZERO[config.mode](gpt, param_dtype=DTYPES.get(config.param_dtype),
                                   reduce_dtype=DTYPES.get(config.reduce_dtype),
                                   shard_size=config.shard_size, offload=config.offload,
                                   uncut=for_muon)
     else:
-        model.to(device)
+        model = gpt.to(device)
     if config.mode == "ddp":
         model = DDP(model, **options)
     if config.mode in ("torch-ddp", "torch-zero1"):
         model = torch.nn.parallel.DistributedDataParallel(model, **options)
     if config.mode in FSDP:
+        # Without a mesh it takes an accelerator's, if any.
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         for module in (*model.blocks, model):
-            # Without a mesh it takes an accelerator's, if any.
             fully_shard(module, mesh=mesh, reshard_after_forward=config.mode == "torch-fsdp")
-    if config.mode not in ("ddp", *ZERO):
-        add_surface(model, config)
-    elif config.comm_hook:
-        model.register_comm_hook(*comm_hook(config))
-    else:  # `train_step` divides; a comm hook takes the mean over ranks itself
+    is_ours = config.mode == "ddp" or config.mode in ZERO
+    if not is_ours:
+        add_our_interface(model, config)
+    elif config.comm_hook:  # which takes the mean over ranks itself
+        state, hook = comm_hook(config)
+        model.register_comm_hook(state, hook)
+    else:  # a sum over ranks: `train_step` divides
         model.set_gradient_divide_factor(1)
     return model
 
@@ -547,8 +1033,8 @@ def comm_hook(config):
     return HierarchicalState(node_size), hierarchical_hook
 
 
-def add_surface(model, config):
-    """Give the plain model, or torch's wrapper, what our wrappers have beside forward.
+def add_our_interface(model, config):
+    """Give the bare GPT, or torch's wrapper, what our wrappers have beside forward.
 
     shard_group: the ranks over which parameters are sharded, None if each rank has them whole.
     shard_starts(): {name: the first element of the parameter that this rank has}.
@@ -557,24 +1043,34 @@ def add_surface(model, config):
     gradient_divide_factor: what the sum of gradients over ranks has been divided by; None: W.
     """
     is_sharded = config.mode in FSDP
+    is_torch = config.mode.startswith("torch")
     rank, W = dist.get_rank(), dist.get_world_size()
-    # FSDP2 gives each rank ceil(rows / W) rows; the last ranks may have fewer, or none.
-    starts = {name: rank * math.ceil(p.size(0) / W) * p.stride(0) if is_sharded else 0
-              for name, p in named_shards(model)}
+
+    def shard_starts():
+        starts = {}
+        for name, p in named_shards(model):
+            # FSDP2 gives each rank ceil(rows / W) rows; the last ranks may have fewer, or none.
+            n_rows = math.ceil(p.size(0) / W)
+            starts[name] = rank * n_rows * p.stride(0) if is_sharded else 0
+        return starts
 
     def full_parameters():
         for name, p in named_shards(model):
-            yield name, p.detach().full_tensor() if hasattr(p, "full_tensor") else p.detach()
+            p = p.detach()
+            if isinstance(p, dist.tensor.DTensor):  # FSDP2's root stays whole after `sample`
+                p = p.full_tensor()
+            yield name, p
 
+    model.shard_starts = shard_starts
+    model.full_parameters = full_parameters
     model.shard_group = dist.group.WORLD if is_sharded else None
-    model.gradient_divide_factor = None if "torch" in config.mode else 1
-    model.shard_starts, model.full_parameters = lambda: starts, full_parameters
+    model.gradient_divide_factor = None if is_torch else 1
     # Torch's wrappers do not say how long they wait, nor do accelerators: nan, in JSON null.
-    model.exposed_s = math.nan if "torch" in config.mode or dist.get_backend() != "gloo" else 0.0
+    model.exposed_s = math.nan if is_torch or dist.get_backend() != "gloo" else 0.0
 
 
 def named_shards(model):
-    """Yield (name in the plain model, what this rank trains of it) for every parameter."""
+    """Yield (name in the GPT, what this rank trains of it) for every parameter."""
     for name, p in model.named_parameters():
         yield name.removeprefix("module."), p  # the prefix of DDP, torch's and ours
 
@@ -657,127 +1153,9 @@ def make_scaler(config, device):
     """Loss scaling for fp16, off for other dtypes. Its check for inf is reduced over all ranks: if
     one skips a step, all do, and all halve the scale. It begins with 2**16, torch's number, over N
     micro batches, rounded to a power of two, since their losses are not divided by N."""
-    N = accumulation_steps(config) * dist.get_world_size()
+    N = max(1, config.global_batch_size // config.micro_batch_size)
     return ShardedGradScaler(device.type, 2.0 ** (16 - (N - 1).bit_length()),
                              enabled="fp16" in (config.dtype, config.param_dtype))
-
-
-def autocast(config, device):
-    return torch.autocast(device.type, DTYPES[config.dtype], enabled=config.dtype != "fp32")
-
-
-def lr_at(step, config):
-    """Learning rate of a step, from 1 on: linear warm-up to lr, then a cosine from lr to min_lr."""
-    if step <= config.warmup_steps:
-        return config.lr * step / (config.warmup_steps + 1)
-    done = (step - 1 - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-# -------------------------------------------------------------------------------------------------
-# a step
-
-
-def set_gradient_sync(model, config, on):
-    """Whether the next backward exchanges gradients. Sets what no_sync() does, without its block.
-
-    Stages 2 and 3 always exchange them: they have no room for whole gradients, and so their bits
-    are those of one process, however micro batches are divided among ranks.
-    """
-    if config.mode in FSDP:
-        model.set_requires_gradient_sync(on)
-    elif config.mode not in ("zero2", "zero3") or config.shard_size == 1:
-        model.require_backward_grad_sync = on
-
-
-def train_step(model, optimizer, scaler, tokens, step, config, device, signals=()):
-    """Make a step, from 1 on -> (what metrics.jsonl has of it, whether some rank had signals). A
-    collective.
-
-    If loss or gradients are not finite on some rank, all ranks skip the update. Decisions are taken
-    from `sums`, which is the same everywhere; only times and memory differ between ranks.
-    """
-    # forward and backward, micro-step by micro-step
-    start_s, before_s = time.perf_counter(), model.exposed_s
-    rank, W, m = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
-    n, blocks = accumulation_steps(config), global_batch(tokens, step, config)
-    # A place for each micro batch of all ranks, in the order of the data. Other ranks' places are
-    # 0, so the sum over ranks rounds nothing, and the logged loss does not depend on W.
-    # The last two are for what all ranks must know.
-    sums = torch.zeros(n * W + 2, dtype=torch.float64, device=device)
-    optimizer.zero_grad(set_to_none=True)
-    for micro_step in range(n):
-        index = micro_step * W + rank
-        x, y = read_blocks(tokens, blocks[index * m:(index + 1) * m], config, device)
-        set_gradient_sync(model, config, micro_step == n - 1)
-        with autocast(config, device):
-            _, loss = model(x, y)
-        sums[index] = loss.detach()
-        scaler.scale(loss).backward()  # not loss / n, which would round
-    if config.mode == "naive":
-        naive_s = time.perf_counter()
-        average_gradients(model, divide_factor=1)
-        model.exposed_s += time.perf_counter() - naive_s
-
-    # take the mean of n W micro batches and clip it, on all ranks by the same factor
-    scaler.unscale_(optimizer)
-    gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    norm = clip_gradients_(gradients, config.grad_clip or math.inf, model.shard_group,
-                           n * W / (model.gradient_divide_factor or W)).to(device)
-
-    # add up losses over ranks, and in the same collective what all ranks must know; read all of it
-    # at once, since an accelerator stands still meanwhile
-    sums[-2], sums[-1] = ~norm.isfinite(), len(signals)
-    dist.all_reduce(sums)
-    *losses, bad, stop, grad_norm = torch.cat((sums, norm.view(1))).tolist()
-    skipped = bool(bad) or not all(map(math.isfinite, losses))
-
-    # update the weights, in every mode by the same rate
-    for group in optimizer.param_groups:
-        group["lr"] = lr_at(step, config)
-    if not skipped:
-        scaler.step(optimizer)
-    scaler.update()
-    param_norm = total_norm([local(p.detach()) for p in model.parameters()], model.shard_group)
-    step_s = time.perf_counter() - start_s
-    entry = dict(step=step, loss=math.fsum(losses) / len(losses), lr=lr_at(step, config),
-                 grad_norm=grad_norm, param_norm=param_norm.item(), skipped=skipped,
-                 tokens_per_sec=config.global_batch_size * config.block_size / step_s,
-                 step_ms=1e3 * step_s, comm_exposed_ms=1e3 * (model.exposed_s - before_s),
-                 mem_bytes=peak_mem_bytes(device))
-    return entry | dict(ranks=over_ranks(entry, device)), stop > 0
-
-
-def over_ranks(entry, device):
-    """{name: [min, mean, max] over ranks} of what each rank measures for itself, and the slowest
-    rank. All ranks take as long as that one, so it is the one that waits least; None in the torch
-    modes, which do not say how long they wait. A collective."""
-    names = ("step_ms", "comm_exposed_ms", "mem_bytes")
-    table = torch.zeros(dist.get_world_size(), len(names), dtype=torch.float64, device=device)
-    table[dist.get_rank()] = table.new_tensor([entry[name] for name in names])
-    dist.all_reduce(table)
-    table = table.cpu()
-    busy_ms = table[:, 0] - table[:, 1]
-    found = {name: [t.min().item(), t.mean().item(), t.max().item()]
-             for name, t in zip(names, table.T)}
-    return found | dict(slowest=None if busy_ms.isnan().any() else busy_ms.argmax().item())
-
-
-def peak_mem_bytes(device, reset=False):
-    """The most this process has held, since reset, in bytes: by the accelerator's allocator, or as
-    resident set on a CPU, Python and torch included."""
-    if device.type != "cpu":
-        if reset:
-            torch.accelerator.reset_peak_memory_stats(device)
-        return torch.accelerator.max_memory_allocated(device)
-    if sys.platform != "linux":
-        import resource  # macOS, where it is in bytes; not on Windows
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if reset:
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
-    status = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
 def largest_micro_batch(config, tokenizer, device):
@@ -789,18 +1167,23 @@ def largest_micro_batch(config, tokenizer, device):
     size 2 gets size 1. 5 % of the limit is kept for evaluation and checkpoints, which are not
     tried.
     """
-    if not config.memory_limit_gb and device.type == "cpu":
+    if config.memory_limit_gb:
+        n_bytes = 1e9 * config.memory_limit_gb
+    elif device.type == "cpu":
         raise Stop("--micro_batch_size auto needs --memory_limit_gb on a CPU")
-    n_bytes = 1e9 * (config.memory_limit_gb or 0) or torch.accelerator.get_memory_info(device)[0]
-    limit, W, peaks = 0.95 * n_bytes, dist.get_world_size(), []
+    else:
+        n_bytes, _ = torch.accelerator.get_memory_info(device)  # free, total
+    limit, W = 0.95 * n_bytes, dist.get_world_size()
     config = dataclasses.replace(config, warmup_steps=0)  # PowerSGD begins in the third step
-    model = wrap(build_model(config, tokenizer), config, device)
-    optimizer, scaler = make_optimizer(model, config), make_scaler(config, device)
+    model = wrap(build_gpt(config, tokenizer), config, device)
+    optimizer = make_optimizer(model, config)
     tokens = np.zeros(4 * W * config.block_size + 1, dtype=np.uint16)
     peak_mem_bytes(device, reset=True)  # that of tokenizing
+    peaks = []
     for size in (1, 2):
         # Two micro-steps, since accumulating takes memory too, and three steps, for PowerSGD.
         trial = dataclasses.replace(config, micro_batch_size=size, global_batch_size=2 * size * W)
+        scaler = make_scaler(trial, device)
         try:
             for step in range(1, 4):
                 train_step(model, optimizer, scaler, tokens, step, trial, device)
@@ -811,7 +1194,8 @@ def largest_micro_batch(config, tokenizer, device):
     gc.collect()  # hooks and modules are in reference cycles
     torch.compiler.reset()
     peak_mem_bytes(device, reset=True)
-    most = min(gather(1 + (limit - peaks[0]) / max(1, peaks[1] - peaks[0])))  # below 1: not even 1
+    bytes_per_sequence = max(1, peaks[1] - peaks[0])
+    most = min(gather(1 + (limit - peaks[0]) / bytes_per_sequence))  # below 1: not even 1
     share = config.global_batch_size // W
     fitting = [size for size in range(1, share + 1) if size <= most and share % size == 0]
     found = f"size 1 takes {1e-9 * peaks[0]:.2f} GB, and the limit is {1e-9 * limit:.2f}"
@@ -840,12 +1224,14 @@ def evaluate(model, tokens, config, device):
     n = min(config.eval_steps, n_blocks // m)
     order = block_order(n_blocks, seed=0, epoch=0)
     losses = torch.zeros(n, dtype=torch.float64, device=device)
-    for index in range(rank, math.ceil(n / W) * W, W):
+    for turn in range(math.ceil(n / W)):
+        index = turn * W + rank
         i = min(index, n - 1)
         x, y = read_blocks(tokens, order[i * m:(i + 1) * m], config, device)
         with autocast(config, device):
             _, loss = model(x, y)
-        losses[index:index + 1] = loss  # nowhere, if index is not below n
+        if index < n:
+            losses[index] = loss
     if config.mode in FSDP:
         for module in (*model.blocks, model):
             module.reshard()  # what stays whole without a backward would not be saved as shards
@@ -854,23 +1240,24 @@ def evaluate(model, tokens, config, device):
     return losses.mean().item()
 
 
-def sample(model, tokenizer, config, device):
-    """Text with which the plain model continues a line break, the same on all ranks. A collective,
-    since in stage 3 every forward gathers weights."""
+def sample(gpt, tokenizer, config, device):
+    """--prompt and a text that continues it, the same on all ranks. A collective, since in stage 3
+    every forward gathers weights."""
     generator = torch.Generator(device).manual_seed(config.seed)
-    idx = torch.tensor([tokenizer.encode("\n")], device=device)
+    idx = torch.tensor([encode_prompt(config, tokenizer)], device=device)
     # Eager, since compiling for every length would take longer than the run.
     with autocast(config, device), torch.compiler.set_stance("force_eager"):
-        idx = model.generate(idx, config.sample_tokens, temperature=0.8, generator=generator)
+        idx = gpt.generate(idx, config.sample_tokens, temperature=0.8, generator=generator)
     try:
-        return tokenizer.decode(idx[0].tolist())
+        text = tokenizer.decode(idx[0].tolist())
     except KeyError:  # the vocabulary is that of --init_from, and has more tokens
-        return f" tokens {idx[0].tolist()}"
+        return f"tokens {idx[0].tolist()}"
+    return text.removeprefix("\n")
 
 
 def param_sha256(model):
-    """Hash of the whole fp32 parameters, in the order of the plain model's named_parameters(), to
-    compare runs by. A collective; holds one parameter at a time."""
+    """Hash of the whole fp32 parameters, in the order of the GPT's named_parameters(), to compare
+    runs by. A collective; holds one parameter at a time."""
     digest = hashlib.sha256()
     for _, p in model.full_parameters():
         digest.update((p.float().cpu() + 0.0).numpy().tobytes())  # + 0.0 makes -0 a 0
@@ -883,29 +1270,54 @@ def compare_parameters(model):
 
     A shard has no second copy to compare with: in the ZeRO modes this finds less.
     """
-    check_ranks_agree({name: p.view(torch.int32).sum(dtype=torch.int64).item()
-                       for name, p in model.full_parameters()})
+    sums = {}
+    for name, p in model.full_parameters():
+        sums[name] = p.view(torch.int32).sum(dtype=torch.int64).item()
+    check_ranks_agree(sums)
 
 
-def export(model, plain, config, tokenizer):
-    """Write the whole model to the folder --export_hf. A collective; only rank 0 ever holds all of
-    it, and on the CPU."""
-    whole = {name: p.to("cpu", copy=True) for name, p in model.full_parameters()
-             if dist.get_rank() == 0}
-    # The others wait in a collective, and that may take longer than --timeout_s.
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(days=1))
-    on_rank_0(write_llama, config.export_hf, whole, plain.config, tokenizer.eot_token)
-
-
-def bytes_per_param(model, plain, optimizer):
+def bytes_per_param(model, gpt, optimizer):
     """Bytes of weights, gradients and optimizer state that this rank holds after a step, over the
     number of parameters: 16 without sharding. (ZeRO paper, arXiv 1910.02054, section 3.) Counted
     by memory, since shards may be views of what is whole."""
-    parameters = [*model.parameters(), *plain.parameters()]  # shards, and what is whole beside them
-    held = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
-    held += [t for state in optimizer.state.values() for t in state.values() if t.dim()]
-    storages = {t.data_ptr(): t.nbytes() for t in (local(t).untyped_storage() for t in held)}
-    return sum(storages.values()) / sum(p.numel() for p in plain.parameters())
+    held = [*model.parameters(), *gpt.parameters()]  # shards, and what is whole beside them
+    held += [p.grad for p in held if p.grad is not None]
+    for state in optimizer.state.values():
+        held += [t for t in state.values() if t.dim() > 0]  # not AdamW's count of steps
+    n_bytes = {}  # of each piece of memory, by its address
+    for t in held:
+        storage = local(t).untyped_storage()
+        n_bytes[storage.data_ptr()] = storage.nbytes()
+    return sum(n_bytes.values()) / sum(p.numel() for p in gpt.parameters())
+
+
+def print_result(model, progress, recent, n_bytes, config):
+    """The last line of a run. Times are medians of the last steps that this process made, None if
+    it made none; memory is the most that any rank held until the last step. A collective."""
+    entry = progress["entry"]
+    result = dict(mode=config.mode, world_size=dist.get_world_size(), steps=progress["step"],
+                  train_loss=entry.get("loss"), val_loss=entry.get("val_loss"),
+                  peak_mem_bytes=None, bytes_per_param=n_bytes,
+                  param_sha256=param_sha256(model), threads=config.threads)
+    if "ranks" in entry:
+        least, mean, most = entry["ranks"]["mem_bytes"]
+        result["peak_mem_bytes"] = int(most)
+    for name in ("tokens_per_sec", "step_ms", "comm_exposed_ms", "mfu"):
+        values = [entry[name] for entry in recent]
+        result[name] = np.median(values) if values else None
+    say("RESULT " + json.dumps(finite(result)))
+
+
+def export(model, gpt, config, tokenizer):
+    """Write the whole model to the folder --export_hf. A collective; only rank 0 ever holds all of
+    it, and on the CPU."""
+    whole = {}
+    for name, p in model.full_parameters():
+        if dist.get_rank() == 0:
+            whole[name] = p.to("cpu", copy=True)
+    # The others wait in a collective, and that may take longer than --timeout_s.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(days=1))
+    on_rank_0(write_llama, config.export_hf, whole, gpt.config, tokenizer.eot_token)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -918,8 +1330,14 @@ def bytes_per_param(model, plain, optimizer):
 #
 # No rank holds more than it trains with. Any mode at any world size reads what another wrote, since
 # a slice is saved with its place in the flat parameter, not with its rank. A folder is written
-# under a hidden name and renamed when everything in it is on disk, so a crash leaves the
+# inside the run's mark and renamed when everything in it is on disk, so a crash leaves the
 # checkpoints before as they are.
+#
+# The mark is a hidden folder of out_dir. A process may be frozen, and wake up when a later run has
+# long begun in the same out_dir; torchrun may be killed, and leave its ranks behind. So a run makes
+# a mark, and removes all others when it has loaded its checkpoint. A run that has lost its mark
+# stops. What it was writing went with its mark, and the metrics.jsonl that it has open is no longer
+# the one of that name.
 
 RECORD, SUMS = "checkpoint.json", "SHA256SUMS"
 HASHED = (".distcp", ".metadata", RECORD)  # ends of the names of the files that SUMS has
@@ -928,34 +1346,45 @@ HASHED = (".distcp", ".metadata", RECORD)  # ends of the names of the files that
 class Slice(torch.Tensor):
     """The elements [first, first + n) that this rank has of a flat tensor of `whole` elements.
 
-    torch.distributed.checkpoint calls the dunder methods, which are those of DTensor. A DTensor
-    itself would not do: ZeRO's shards begin in the middle of a row.
+    torch.distributed.checkpoint asks a tensor that is divided among ranks by the methods with
+    underscores, which are those of torch's DTensor: which elements are here, how to write them, and
+    where to read them to. A DTensor itself would not do: ZeRO's shards begin in the middle of a
+    row.
     """
 
     def size(self):
         return torch.Size([self.whole])
 
     def __create_chunk_list__(self):
+        """Where the elements are that are here: dcp's for one dimension."""
+        if self.numel() == 0:
+            return []
         first, n = torch.Size([self.first]), torch.Size([self.numel()])
-        return [dcp.metadata.ChunkStorageMetadata(first, n)] if self.numel() else []
+        return [dcp.metadata.ChunkStorageMetadata(first, n)]
 
     def __create_write_items__(self, key, _):
+        """What dcp has to write of them."""
         properties = dcp.metadata.TensorProperties.create_from_tensor(self)
-        return [dcp.planner.WriteItem(
-            dcp.metadata.MetadataIndex(key, chunk.offsets), dcp.planner.WriteItemType.SHARD,
-            tensor_data=dcp.planner.TensorWriteData(chunk, properties, self.size()))
-            for chunk in self.__create_chunk_list__()]
+        items = []
+        for chunk in self.__create_chunk_list__():
+            index = dcp.metadata.MetadataIndex(key, chunk.offsets)
+            data = dcp.planner.TensorWriteData(chunk, properties, self.size())
+            items.append(dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD,
+                                               tensor_data=data))
+        return items
 
     def __get_tensor_shard__(self, index):
+        """The memory that dcp reads from, and writes to."""
         return self.as_subclass(torch.Tensor)
 
 
-def checkpoint_tensors(model, optimizer, plain, config):
+def checkpoint_tensors(model, optimizer, gpt, config):
     """{key: what this rank has of it}, sharing memory with what is trained: loading a checkpoint
     writes into these tensors. Keys are names, so any mode finds what it needs. An empty shard is
     left out, and so is its state: Adam's step counter stays 0 on a rank that owns nothing."""
-    tensors, starts = {}, model.shard_starts()
-    sizes = {name: p.numel() for name, p in plain.named_parameters()}
+    tensors = {}
+    starts = model.shard_starts()
+    sizes = {name: p.numel() for name, p in gpt.named_parameters()}
     for name, p in named_shards(model):
         n = local(p).numel()
         if n == 0:
@@ -976,6 +1405,25 @@ def checkpoint_tensors(model, optimizer, plain, config):
     return tensors
 
 
+def claim(out_dir):
+    """Make the mark of this run in out_dir -> its path. A collective."""
+    mark = out_dir / f".run_{from_rank_0(os.urandom(8).hex())}"
+    on_rank_0(mark.mkdir)
+    return mark
+
+
+def still_ours(mark):
+    """Raise OSError if a later run has removed the mark."""
+    if not mark.exists():
+        raise OSError(f"a later run has begun in {mark.parent}")
+
+
+def release(mark):
+    """Rank 0: this run will write no more."""
+    still_ours(mark)
+    shutil.rmtree(mark)
+
+
 def newest_first(out_dir):
     """The checkpoints in out_dir: the number of the step has eight digits."""
     return sorted(out_dir.glob("step_" + 8 * "[0-9]"), reverse=True)
@@ -986,13 +1434,34 @@ def sha256_line(path):
         return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
 
 
+def names_of_files(folder):
+    """What SHA256SUMS has to have. What others have put there, such as .DS_Store, is left out."""
+    return sorted(path.name for path in folder.glob("*") if path.name.endswith(HASHED))
+
+
 def checksums(folder):
     """The lines that SHA256SUMS has to have for what is in folder now. A collective: each rank
-    reads its share of the files. What others have put there, such as .DS_Store, is left out."""
-    names = sorted(path.name for path in folder.glob("*") if path.name.endswith(HASHED))
-    share = from_rank_0(names)[dist.get_rank()::dist.get_world_size()]
-    lines = together(lambda: [sha256_line(folder / name) for name in share])
-    return sorted(sum(gather(lines), []))
+    reads its share of the files. Raises Stop where one cannot be read."""
+    names = from_rank_0(on_rank_0(names_of_files, folder))
+    mine = names[dist.get_rank()::dist.get_world_size()]
+    lines = together(lambda: [sha256_line(folder / name) for name in mine])
+    return sorted(line for lines_of_rank in gather(lines) for line in lines_of_rank)
+
+
+def expected_checksums(folder):
+    """The lines of SHA256SUMS, none if there is no such file."""
+    path = folder / SUMS
+    return path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+
+
+def read_record(folder):
+    """checkpoint.json of a checkpoint, None where it is damaged, unreadable or not there."""
+    try:
+        if sha256_line(folder / RECORD) in expected_checksums(folder):
+            return json.loads((folder / RECORD).read_text())
+    except OSError:
+        pass
+    return None
 
 
 def fsync(path):
@@ -1002,17 +1471,19 @@ def fsync(path):
     os.close(descriptor)
 
 
-def save_checkpoint(out_dir, tensors, record):
+def save_checkpoint(out_dir, mark, tensors, record, metrics):
     """Write out_dir/step_... -> whether that succeeded. If not, as on a full disk, it is said, and
-    the run continues: the next checkpoint may succeed. A collective."""
+    the run continues: the next checkpoint may succeed. Raises Stop if the mark is gone. A
+    collective."""
+    on_rank_0(still_ours, mark)
     folder = out_dir / f"step_{record['step']:08d}"
-    unfinished = out_dir / f".{folder.name}.unfinished"
+    unfinished = mark / folder.name
     try:
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
         on_rank_0((unfinished / RECORD).write_text, json.dumps(record, indent=1))
         on_rank_0((unfinished / SUMS).write_text, "\n".join(checksums(unfinished)))
-        on_rank_0(publish, unfinished, folder)
-        on_rank_0(tidy, out_dir, record["best_step"], record["config"]["keep_last"])
+        on_rank_0(publish, unfinished, folder, metrics)
+        on_rank_0(tidy, out_dir, mark, record["best_step"], record["config"]["keep_last"])
         return True
     except (dcp.CheckpointException, Stop) as error:
         # The last line, since dcp's error has the tracebacks of all ranks.
@@ -1022,25 +1493,29 @@ def save_checkpoint(out_dir, tensors, record):
         return False
 
 
-def publish(unfinished, folder):
-    """Rank 0: dcp has put its files on disk. Do so with the rest; then the rename makes it count.
-    """
+def publish(unfinished, folder, metrics):
+    """Rank 0: dcp has put its files on disk. Do so with the rest, and with the metrics up to here,
+    which a run that resumes keeps; then the rename makes it count."""
+    metrics.sync()
     for path in (unfinished / RECORD, unfinished / SUMS, unfinished):
         fsync(path)
     unfinished.rename(folder)
     fsync(folder.parent)
 
 
-def tidy(out_dir, best_step, keep_last):
+def tidy(out_dir, mark, best_step, keep_last):
     """Rank 0: point `best` to the best checkpoint, if it is there. Remove those that are neither it
     nor among the keep_last newest ones."""
-    best, link = out_dir / f"step_{best_step:08d}", out_dir / "best"
+    still_ours(mark)
+    best = out_dir / f"step_{best_step:08d}"
+    link = out_dir / "best"
     link.unlink(missing_ok=True)
     if best.exists():  # there is no step 0, which means none
         link.symlink_to(best.name)
     for old in newest_first(out_dir)[keep_last:]:
         if old != best:
-            shutil.rmtree(old.rename(out_dir / f".{old.name}.removed"), ignore_errors=True)
+            removed = old.rename(mark / f"{old.name}.removed")  # at once, whatever happens
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def newest_sound(folders):
@@ -1051,71 +1526,110 @@ def newest_sound(folders):
     """
     folders = from_rank_0(folders)  # a network disk may show other ranks an older view
     for folder in folders:
-        sums, found = folder / SUMS, checksums(folder)
-        expected = from_rank_0(sums.read_text("utf-8", "replace") if sums.is_file() else "")
-        if expected and found == expected.splitlines():
-            return folder
-        names = sorted({line[66:] for line in set(found) ^ set(expected.splitlines())})
-        problem = f"{folder} does not match its {SUMS}: {', '.join(names) or 'no checkpoint'}"
+        try:
+            found = checksums(folder)
+            expected = from_rank_0(on_rank_0(expected_checksums, folder))
+            if expected and found == expected:
+                return folder
+            wrong = sorted({line.partition("  ")[2] for line in {*found} ^ {*expected}})
+            problem = f"does not match its {SUMS}: {', '.join(wrong)}"
+            if not expected:
+                problem = f"is no checkpoint, as it has no {SUMS}"
+        except Stop as error:
+            problem = f"cannot be read: {error}"
         if folder == folders[-1]:
-            raise Stop(problem)
-        say(f"train.py: {problem}; falling back to the checkpoint before", sys.stderr)
+            raise Stop(f"{folder} {problem}")
+        say(f"train.py: {folder} {problem}; falling back to the checkpoint before", sys.stderr)
 
 
-def resume(config, out_dir, tensors, facts, torchrun_store):
+def resume(config, out_dir, mark, tensors, facts, torchrun_store):
     """Load the checkpoint that --resume names into tensors -> its record, None to start over. A
     collective. After a restart by torchrun it is the newest one in out_dir, whatever --resume says.
     The line that it prints is a restart's first one, and has the numbers of ranks.
 
     facts: {name: value} of what must be as it was. Raises Stop where it is not, or where the
-    checkpoint is damaged. At the end out_dir has the past of this run, and nothing else.
+    checkpoint is damaged. At the end out_dir has the past of this run, and nothing else; an
+    evaluation leaves it as it is.
     """
     is_restart = torchrun_store.check(["begun"])
-    folders = newest_first(out_dir) if config.resume == "auto" or is_restart else []
-    folders += [pathlib.Path(config.resume)] if config.resume not in (None, "auto") else []
-    folder, record = newest_sound(folders), None
-    if folder:
-        record = json.loads((folder / RECORD).read_text())
-        facts_before = {"optimizer": "adamw"} | record["facts"]  # which older ones do not say
-        for name, value in facts.items():
-            if facts_before.get(name) != value:
-                raise Stop(f"{folder} has {name} {facts_before.get(name)}, and this run {value}")
-        if record["step"] > config.max_steps:
-            raise Stop(f"--max_steps {config.max_steps} is less than the steps of {folder}")
-        # Partial, since a rank that was not there before has no residual of top-k to load.
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder),
-                 planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    folders = []
+    if config.resume == "auto" or is_restart:
+        folders += newest_first(out_dir)
+    if config.resume not in (None, "auto"):
+        folders.append(pathlib.Path(config.resume))
+    folder = newest_sound(folders)
+    record = None
+    if folder is not None:
+        record = together(read_record, folder)
+        load(folder, record, tensors, facts)
         say(f"resumed from {folder}, after step {record['step']}, on {dist.get_world_size()} ranks "
             f"({record.get('world_size', 'unknown')} before)")
-    past = record if folder and folder.resolve().parent == out_dir else None
-    on_rank_0(rewind, out_dir, past or dict(step=0, best_step=0), past or is_restart)
+    if config.eval_only:
+        if record is None and config.init_from is None:
+            raise Stop(f"--eval_only: there is no checkpoint in {out_dir}")
+        return record
+    if record is not None and record["step"] > config.max_steps:
+        raise Stop(f"--max_steps {config.max_steps} is less than the steps of {folder}")
+    past = dict(step=0, best_step=0)
+    is_in_out_dir = folder is not None and folder.resolve().parent == out_dir
+    if is_in_out_dir:
+        past = record
+    on_rank_0(rewind, out_dir, mark, past, is_in_out_dir or is_restart)
     # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
     on_rank_0(torchrun_store.set, "begun", "")
     return record
 
 
-def rewind(out_dir, progress, keeps_metrics):
-    """Rank 0: bring out_dir to where it was after progress. Whatever is newer, damaged or of an
+def load(folder, record, tensors, facts):
+    """Read a sound checkpoint into tensors. Raises Stop, naming the first fact of its record that
+    is not as this run has it. A collective."""
+    facts_before = {"optimizer": "adamw"} | record["facts"]  # which older ones do not say
+    for name, value in facts.items():
+        if name in facts_before and facts_before[name] != value:
+            raise Stop(f"{folder} has {name} {facts_before[name]}, and this run {value}")
+    # Partial, since a rank that was not there before has no residual of top-k to load.
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder),
+             planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+
+
+def rewind(out_dir, mark, past, keeps_metrics):
+    """Rank 0: bring out_dir to where it was after past["step"]. Whatever is newer, damaged or of an
     earlier run is moved aside, which is said, and is not looked at again."""
     aside = out_dir / time.strftime(f"earlier_%Y%m%d_%H%M%S_{os.getpid()}")
-    moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > progress["step"]]
-    for pattern in ("best", "metrics.jsonl", "tensorboard", "trace_rank*.json"):
-        moved += [] if keeps_metrics else out_dir.glob(pattern)
+    moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > past["step"]]
+    if not keeps_metrics:
+        for pattern in ("best", "metrics.jsonl", "tensorboard", "trace_rank*.json"):
+            moved += out_dir.glob(pattern)
     if moved:
+        still_ours(mark)
         aside.mkdir()
         say(f"{', '.join(path.name for path in moved)} of an earlier run: moved to {aside}")
     for path in moved:
+        still_ours(mark)
         path.rename(aside / path.name)
-    for hidden in out_dir.glob(".step_*"):  # of a run that was killed, and `main`'s mark
-        shutil.rmtree(hidden)
-    tidy(out_dir, progress["best_step"], sys.maxsize)
+    still_ours(mark)
+    for other in out_dir.glob(".run_*"):  # of a run that was killed, or is still there
+        if other != mark:
+            shutil.rmtree(other, ignore_errors=True)
+    tidy(out_dir, mark, past["best_step"], sys.maxsize)
+    # Another file in its place, even if nothing changes: a run that is still there has it open.
     metrics = out_dir / "metrics.jsonl"
     if metrics.exists():
-        # Whole lines only: a kill may have torn the last one.
-        lines = re.findall(r'^({"step": (\d+),.*}\n)', metrics.read_text(errors="replace"), re.M)
-        kept = "".join(line for line, number in lines if int(number) <= progress["step"])
-        (out_dir / ".metrics").write_text(kept)
-        (out_dir / ".metrics").replace(metrics)
+        kept = mark / metrics.name
+        kept.write_text("".join(lines_until(past["step"], metrics)))
+        fsync(kept)
+        kept.replace(metrics)
+        fsync(out_dir)
+
+
+def lines_until(step, path):
+    """The lines of metrics.jsonl up to a step. A crash may have torn the last one."""
+    lines = []
+    for line in path.read_text("utf-8", "replace").splitlines(keepends=True):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] <= step and line.endswith("\n"):
+                lines.append(line)
+    return lines
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1128,193 +1642,161 @@ def finite(entry):
 
 
 def print_step(entry, recent, config):
-    """The line of a step. recent: the entries of the last 100 steps, for the time that is left."""
-    e, n = entry, config.max_steps
-    mfu = "-" if math.isnan(e["mfu"]) else f"{100 * e['mfu']:.1f}%"
-    left_s = round((n - e["step"]) * np.mean([old["step_ms"] for old in recent]) / 1e3)
-    say(f"step {e['step']:5d}/{n} | loss {e['loss']:.4f} | lr {e['lr']:.2e} | "
-        f"grad norm {e['grad_norm']:.3f} | param norm {e['param_norm']:.2f} | "
-        f"{e['tokens_per_sec']:,.0f} tokens/s | mfu {mfu} | "
-        f"{e['mem_bytes'] / 1e9:.2f} GB | {left_s // 60}m{left_s % 60:02d}s left"
-        + (f" | val loss {e['val_loss']:.4f}" if "val_loss" in e else "")
-        + (" | skipped, not finite" if e["skipped"] else ""))
+    """The line of a step. recent: the entries of the last steps, for the time that is left."""
+    mfu = "-" if math.isnan(entry["mfu"]) else f"{100 * entry['mfu']:.1f}%"
+    step_ms = np.mean([old["step_ms"] for old in recent])
+    minutes, seconds = divmod(round((config.max_steps - entry["step"]) * step_ms / 1e3), 60)
+    line = (f"step {entry['step']:5d}/{config.max_steps} | loss {entry['loss']:.4f} | "
+            f"lr {entry['lr']:.2e} | grad norm {entry['grad_norm']:.3f} | "
+            f"param norm {entry['param_norm']:.2f} | {entry['tokens_per_sec']:,.0f} tokens/s | "
+            f"mfu {mfu} | {entry['mem_bytes'] / 1e9:.2f} GB | {minutes}m{seconds:02d}s left")
+    if "val_loss" in entry:
+        line += f" | val loss {entry['val_loss']:.4f}"
+    if entry["skipped"]:
+        line += " | skipped, not finite"
+    say(line)
 
 
-def start_trackers(config, step):
-    """Rank 0: [a function that takes the entry of a step] for metrics.jsonl and for each tracker
-    that was asked for. They continue after `step`."""
-    def write_line(entry):
+class Metrics:
+    """metrics.jsonl: a line per step. What a full disk does not take waits in memory for the next
+    step, as half a line must be finished before another one begins.
+
+    The file stays open: `rewind` of a later run puts another one in its place, so whatever a run
+    writes that was frozen meanwhile does not arrive there.
+    """
+
+    def __init__(self, mark):
+        self.file = open(mark.parent / "metrics.jsonl", "ab", buffering=0)
+        still_ours(mark)  # after opening it: so this is not the file of a later run
+        self.unwritten = b""
+
+    def add(self, entry):
+        """Write the line of a step, or say that it waits."""
+        self.unwritten += (json.dumps(entry) + "\n").encode()
         try:
-            with open(os.path.join(config.out_dir, "metrics.jsonl"), "a") as file:
-                file.write(json.dumps(entry) + "\n")
-        except OSError as error:  # a full disk is no reason to lose the run
-            say(f"train.py: step {entry['step']} is missing in the metrics: {error}", sys.stderr)
+            self.write()
+        except OSError as error:  # no reason to lose the run
+            say(f"train.py: step {entry['step']} is not yet in the metrics: {error}", sys.stderr)
 
-    trackers = [write_line]
-    if config.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
+    def write(self):
+        """Raises OSError if not all of it could be written."""
+        while self.unwritten:
+            n = self.file.write(self.unwritten)  # may be less than all
+            self.unwritten = self.unwritten[n:]
 
-        writer = SummaryWriter(f"{config.out_dir}/tensorboard", purge_step=step + 1)
-        atexit.register(writer.close)
-        trackers.append(lambda entry: [writer.add_scalar(*item, entry["step"]) for item in
-                                       entry.items() if isinstance(item[1], int | float)])
-    if config.wandb:
-        import wandb
-
-        wandb_run = wandb.init(project="nanozero", dir=config.out_dir, config=vars(config))
-        trackers.append(lambda entry: wandb_run.log(entry, step=entry["step"]))
-    return trackers
+    def sync(self):
+        """Put all lines on disk, or raise OSError."""
+        self.write()
+        os.fsync(self.file)
 
 
-def start_profiler(config):
+def start_trackers(config, mark, gpt, progress):
+    """-> this run's Metrics, None on other ranks and in an evaluation; and functions that take the
+    entry of a step: for metrics.jsonl, and for what was asked for. A collective."""
+    if config.eval_only:
+        return None, []
+    trackers = []
+    metrics = on_rank_0(Metrics, mark)
+    if metrics is not None:
+        trackers.append(metrics.add)
+        if config.tensorboard:
+            trackers.append(start_tensorboard(config, progress))
+        if config.wandb:
+            trackers.append(start_wandb(config, progress))
+    if config.profile or config.trace:
+        trackers.append(start_profiler(config, gpt))
+    return metrics, trackers
+
+
+def start_tensorboard(config, progress):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(f"{config.out_dir}/tensorboard", purge_step=progress["step"] + 1)
+    atexit.register(writer.close)
+
+    def add_scalars(entry):
+        for name, value in entry.items():
+            if isinstance(value, int | float):
+                writer.add_scalar(name, value, entry["step"])
+
+    return add_scalars
+
+
+def start_wandb(config, progress):
+    """A run that resumes goes on in the run of its checkpoint."""
+    import wandb
+
+    run = wandb.init(project="nanozero", id=progress["run_id"], resume="allow",
+                     name=f"{config.model} {config.mode} {progress['run_id'][:6]}",
+                     dir=config.out_dir, config=vars(config))
+
+    def log(entry):
+        run.log(entry, step=entry["step"])
+
+    return log
+
+
+def start_profiler(config, gpt):
     """--profile N: what this rank does in N steps, with the named ranges of ddp.py and zero.py, as
-    out_dir/trace_rank0.json and so on."""
+    out_dir/trace_rank0.json and so on. --trace: these ranges of one step, printed."""
     path = f"{config.out_dir}/trace_rank{dist.get_rank()}.json"
-    profiler = torch.profiler.profile(
-        # Two steps are left out, in which buffers are made; the second warms the profiler up.
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=config.profile, repeat=1),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(path))
+
+    def export_trace(profiler):
+        profiler.export_chrome_trace(path)
+
+    def end_step(entry):
+        profiler.step()
+
+    # Two steps are left out, in which buffers are made; the second warms the profiler up.
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=config.profile or 1, repeat=1)
+    profiler = torch.profiler.profile(schedule=schedule,
+                                      on_trace_ready=print_trace if config.trace else export_trace)
+    if config.trace:
+        name_blocks(gpt)
     profiler.start()
-    atexit.register(profiler.stop)  # if the run ends before, it writes what there is
-    return lambda entry: profiler.step()
+    if config.profile:
+        atexit.register(profiler.stop)  # if the run ends before, it writes what there is
+    return end_step
 
 
-def print_result(model, entry, recent, n_bytes, config):
-    """The last line of a run. Times are medians of the last 100 steps that this process made, None
-    if it made none; memory is the most that any rank held until its last step. A collective."""
-    result = dict(mode=config.mode, world_size=dist.get_world_size(), steps=entry["step"],
-                  train_loss=entry["loss"], val_loss=entry.get("val_loss"),
-                  peak_mem_bytes=int(entry["ranks"]["mem_bytes"][-1]), bytes_per_param=n_bytes,
-                  param_sha256=param_sha256(model), threads=config.threads)
-    for name in ("tokens_per_sec", "step_ms", "comm_exposed_ms", "mfu"):
-        result[name] = np.median([entry[name] for entry in recent] or [math.nan])
-    say("RESULT " + json.dumps(finite(result)))
+def name_blocks(gpt):
+    """Let a profile have an empty range where a forward or backward of a block begins."""
+    def note(text, *_):
+        with torch.profiler.record_function(text):
+            pass
+
+    for i, block in enumerate(gpt.blocks):
+        block.register_forward_pre_hook(functools.partial(note, f"forward: blocks.{i}"))
+        block.register_full_backward_pre_hook(functools.partial(note, f"backward: blocks.{i}"))
+
+
+def print_trace(profiler):
+    """Print the ranges of the step that was profiled, rank after rank, with the time since the
+    step began, and how long a wait took. A collective. On an accelerator these are the times of
+    the CPU, which runs ahead of the device, and waits for it only where it needs a number."""
+    lines = []
+    start_us = 0.0
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        name = event.name.replace("Optimizer.step#", "update: ").removesuffix(".step")
+        kind = name.partition(":")[0]
+        if name.startswith("ProfilerStep"):
+            start_us = event.time_range.start
+        if kind in ("forward", "backward", "start", "wait", "free", "update"):
+            ms = (event.time_range.start - start_us) / 1e3
+            took = f", {event.time_range.elapsed_us() / 1e3:.1f} ms" if kind == "wait" else ""
+            lines.append(f"rank {dist.get_rank()} {ms:9.1f} ms  {name}{took}")
+    for lines_of_rank in gather(lines):
+        say("\n".join(lines_of_rank))
 
 
 # -------------------------------------------------------------------------------------------------
-# the run
-
-
-def is_due(step, interval, also=None):
-    """Whether something happens after a step, every interval steps and after step `also`; with
-    interval 0 never."""
-    return interval > 0 and (step == also or step % interval == 0)
-
-
-def main(config, progress):
-    """A whole run -> exit status. progress: what the loop knows beside tensors. It is kept up to
-    date, saved in every checkpoint, and says to `run` in which step it was."""
-    # 1) meet the other ranks; tokenizer, plain model and data are the same on every rank
-    device, torchrun_store = start_process_group(config)
-    tokenizer, plain, tokens, val_tokens = together(prepare, config)
-    facts = dict(vars(plain.config), activation_checkpointing=None,  # which changes no bit
-                 global_batch_size=config.global_batch_size, data=fingerprint(tokens),
-                 optimizer=config.optimizer)
-    # To write checkpoints, all must see what rank 0 makes in out_dir; `rewind` removes it again.
-    out_dir = pathlib.Path(config.out_dir).resolve()
-    mark = out_dir / f".step_0_{from_rank_0(os.urandom(8).hex())}"
-    on_rank_0(mark.mkdir)
-    check_ranks_agree(vars(config) | facts | dict(
-        validation=fingerprint(val_tokens), torch=torch.__version__, numpy=np.__version__,
-        out_dir="rank 0's" if mark.exists() or not config.save_interval else "another folder"))
-    if config.micro_batch_size == "auto":
-        config.micro_batch_size = largest_micro_batch(config, tokenizer, device)
-
-    # 2) the model as its mode wants it, then the optimizer over the parameters that this leaves
-    model = wrap(plain, config, device)
-    optimizer, scaler = make_optimizer(model, config), make_scaler(config, device)
-    name = "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
-    # FLOP/s of all ranks; those of 16-bit units, whatever the run computes in.
-    peak = dist.get_world_size() * (peak_flops(name) or math.nan)
-
-    # 3) continue where an earlier run stopped
-    tensors = checkpoint_tensors(model, optimizer, plain, config)
-    if record := resume(config, out_dir, tensors, facts, torchrun_store):
-        progress |= {name: record[name] for name in progress}
-        scaler.load_state_dict(record["scaler"])
-        if config.comm_hook in ("topk", "powersgd"):
-            model.comm_state.iter = progress["step"]
-    say(f"{sum(p.numel() for p in plain.parameters()):,} parameters | {len(tokens):,} training "
-        f"tokens | {config.mode}, W = {dist.get_world_size()}, {dist.get_backend()} on {name}")
-    trackers = start_trackers(config, progress["step"]) if dist.get_rank() == 0 else []
-    trackers += [start_profiler(config)] if config.profile else []
-    signals, saved, recent = [], True, []
-    for number in (signal.SIGINT, signal.SIGTERM):  # finish the step, save, stop
-        signal.signal(number, lambda number, frame: signals.append(number))
-
-    # 4) the loop
-    for step in range(progress["step"] + 1, config.max_steps + 1):
-        # forward, backward and update; stop if too many steps in a row were skipped
-        progress["step"] = step
-        entry, stop = train_step(model, optimizer, scaler, tokens, step, config, device, signals)
-        progress["skipped"] = progress["skipped"] + 1 if entry["skipped"] else 0
-        if progress["skipped"] == MAX_SKIPPED_STEPS:
-            raise Stop(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: lower --lr")
-        if is_due(step, config.check_interval):
-            compare_parameters(model)
-
-        # evaluate, on all ranks
-        best = {}
-        if config.eval_steps and is_due(step, config.eval_interval, config.max_steps):
-            entry["val_loss"] = evaluate(model, val_tokens, config, device)
-            if entry["val_loss"] < progress["best_val_loss"]:
-                best = dict(best_step=step, best_val_loss=entry["val_loss"])
-
-        # log, on rank 0
-        entry["mfu"] = entry["tokens_per_sec"] * plain.flops_per_token() / peak
-        recent = [*recent[-99:], entry]
-        if is_due(step, config.log_interval, 1) or "val_loss" in entry or entry["skipped"]:
-            print_step(entry, recent, config)
-        progress["entry"] = finite(entry)
-        for track in trackers:
-            track(progress["entry"])
-
-        # write a checkpoint, on all ranks, and stop where one of them was told to; skipped steps
-        # must not push out the checkpoints before them
-        is_time = is_due(step, config.save_interval, config.max_steps) and not entry["skipped"]
-        if config.save_interval and (is_time or best or stop):
-            record = dict(progress | best, facts=facts, scaler=scaler.state_dict(),
-                          world_size=dist.get_world_size(), config=vars(config))
-            tensors = checkpoint_tensors(model, optimizer, plain, config)  # top-k makes new ones
-            saved = save_checkpoint(out_dir, tensors, record)
-            progress |= best if saved else {}
-        if stop:
-            say(f"train.py: stopped by a signal after step {step}", sys.stderr)
-            return 0 if saved else 1
-
-    # 5) a text that the model writes, the result, and the weights for transformers
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    n_bytes = bytes_per_param(model, plain, optimizer) if recent else None
-    if config.sample_tokens and progress["entry"]["param_norm"] is not None:
-        say(f"sample:{sample(plain, tokenizer, config, device)}")
-    print_result(model, progress["entry"], recent, n_bytes, config)
-    if config.export_hf:
-        export(model, plain, config, tokenizer)
-    return 0 if saved else 1
-
-
-def refuse(error, status=2):
-    """Say in one line why the run stops, and leave. Only the first rank of a host speaks."""
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-        # If it left first, torchrun would end the others before they can speak. If only this rank
-        # has failed, no SIGTERM comes, and it prints the line itself.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
-        time.sleep(5)
-    print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    os._exit(status)
-
-
-def explains_itself(error):
-    """Whether error needs no traceback: memory is out, or a collective has failed, as it does where
-    another rank has died or hangs. Only the text tells: gloo raises plain RuntimeErrors."""
-    return re.search("^Dist|^OutOfMemory|^RuntimeError.*(onnection|imed out|gloo)", repr(error))
+# how a run ends
 
 
 def run():
     """main, and what becomes of its errors -> exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
-    progress = dict(step=0, best_step=0, best_val_loss=math.inf, skipped=0, entry=None)
+    progress = dict(step=0, best_step=0, best_val_loss=math.inf, skipped=0, entry={}, run_id=None)
     try:
         status = main(parse_args(sys.argv[1:]), progress)
     except Stop as error:
@@ -1330,6 +1812,27 @@ def run():
     gc.collect()
     dist.destroy_process_group()
     return status
+
+
+def refuse(error, status=2):
+    """Say in one line why the run stops, and leave. Only the first rank of a host speaks."""
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        # If it left first, torchrun would end the others before they can speak. If only this rank
+        # has failed, no SIGTERM comes, and it prints the line itself.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+        time.sleep(5)
+    with contextlib.suppress(OSError):  # a full disk
+        print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def explains_itself(error):
+    """Whether error needs no traceback: memory is out, or a collective has failed, as it does where
+    another rank has died or hangs. Only the text tells: gloo raises plain RuntimeErrors."""
+    if isinstance(error, (dist.DistError, torch.OutOfMemoryError)):
+        return True
+    words = ("onnection", "imed out", "gloo", "pair closure")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 if __name__ == "__main__":

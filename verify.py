@@ -2992,7 +2992,7 @@ def tell(story):
                 run = run_train(folder, **leg)
                 assert run.codes[0] == status and re.search(fact, run.stderr[0]), run
                 assert "Traceback" not in run.stderr[0], run.stderr[0]
-                unfinished = [*folder.glob(".step_*")]
+                unfinished = [*folder.glob(".run_*/*")]
                 assert "File" not in fact or not unfinished, f"unfinished files: {unfinished}"
             else:
                 result = finish(folder, **leg)
@@ -3329,7 +3329,7 @@ def checkpoints_keep_owned_state(optimizer):
 
     plain = fresh("gpt")
     config = train.Config(mode="single")
-    train.add_surface(plain, config)
+    train.add_our_interface(plain, config)
     expected = step_and_list(plain, config)
     model = uncut(Zero2, fresh("gpt"))
     model.set_gradient_divide_factor(1)

@@ -397,6 +397,11 @@ class Unit:
         self.is_unsharded = False
         self.version = 0
 
+    def __str__(self):
+        """For errors and profiles."""
+        n_bytes = sum(bucket.n * bucket.param_dtype.itemsize for bucket in self.buckets)
+        return f"{self.name} ({1e-6 * n_bytes:.2f} MB)"
+
     def current_version(self):
         """A number that grows when the optimizer changes the shards."""
         version = 0
@@ -796,7 +801,7 @@ class PlainZero1(Reducer):
             return
         unit.is_unsharded = True
         unit.version = unit.current_version()
-        with torch.profiler.record_function(f"start: unshard {unit.name}"):
+        with torch.profiler.record_function(f"start: unshard {unit}"):
             for bucket in unit.buckets:
                 if not bucket.lies_in(bucket.sharded, bucket.unsharded):
                     # In bf16 this casts, before the gather, which then sends half the bytes.
@@ -809,7 +814,7 @@ class PlainZero1(Reducer):
         if not unit.pending_gathers:
             return
         while unit.pending_gathers:
-            self._wait_for(f"unshard {unit.name}", unit.pending_gathers.pop(0))
+            self._wait_for(f"unshard {unit}", unit.pending_gathers.pop(0))
         for bucket in unit.buckets:
             bucket.point_parameters()  # in stages 1 and 2, too: a forward may have assigned .data
 
@@ -877,7 +882,8 @@ class PlainZero1(Reducer):
             add(bucket.sharded_gradients, earlier)
             bucket.unreduced.clear()
             if not bucket.lies_in(bucket.sharded_gradients, bucket.gradients):
-                bucket.gradients = None  # until `put` gets the next one
+                with torch.profiler.record_function(f"free: gradients of {bucket}"):
+                    bucket.gradients = None  # until `put` gets the next one
 
         return finish
 
@@ -1142,10 +1148,11 @@ class PlainZero3(PlainZero2):
             return
         self._wait_for_unshard(unit)  # on a rank that skips unit nothing else waits for it
         unit.is_unsharded = False
-        for bucket in unit.buckets:
-            del self._bucket_at_memory[bucket.unsharded.untyped_storage()._cdata]
-            bucket.unsharded = None
-            bucket.point_parameters()
+        with torch.profiler.record_function(f"free: {unit}"):
+            for bucket in unit.buckets:
+                del self._bucket_at_memory[bucket.unsharded.untyped_storage()._cdata]
+                bucket.unsharded = None
+                bucket.point_parameters()
 
     def _reshard_all(self):
         for unit in self._units:
