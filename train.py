@@ -820,10 +820,7 @@ def load_tokenizer(name):
 
 def encode_prompt(config, tokenizer):
     """Token ids of --prompt, at least one."""
-    try:
-        ids = tokenizer.encode(config.prompt, allowed_special={END_OF_TEXT}, disallowed_special=())
-    except UnicodeError as error:  # bytes that are no UTF-8
-        raise ValueError(f"--prompt {config.prompt!r}: {error}") from error
+    ids = tokenizer.encode(config.prompt, allowed_special={END_OF_TEXT}, disallowed_special=())
     return ids if ids else [tokenizer.eot_token]
 
 
@@ -1775,6 +1772,7 @@ def print_trace(profiler):
     step began, and how long a wait took. A collective. On an accelerator these are the times of
     the CPU, which runs ahead of the device, and waits for it only where it needs a number."""
     lines = []
+    n_lines = None  # all, or until the update; what comes later is of an evaluation
     start_us = 0.0
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
         name = event.name.replace("Optimizer.step#", "update: ").removesuffix(".step")
@@ -1785,7 +1783,9 @@ def print_trace(profiler):
             ms = (event.time_range.start - start_us) / 1e3
             took = f", {event.time_range.elapsed_us() / 1e3:.1f} ms" if kind == "wait" else ""
             lines.append(f"rank {dist.get_rank()} {ms:9.1f} ms  {name}{took}")
-    for lines_of_rank in gather(lines):
+        if kind == "update":
+            n_lines = len(lines)
+    for lines_of_rank in gather(lines[:n_lines]):
         say("\n".join(lines_of_rank))
 
 

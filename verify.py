@@ -43,6 +43,7 @@ import math
 import multiprocessing.forkserver
 import os
 import pathlib
+import pkgutil
 import re
 import resource
 import runpy
@@ -2934,6 +2935,10 @@ one("two", 2, "ddp", comm_hook="hierarchical", node_size=1, bucket_cap_mb=0.001)
 one("two", 2, "ddp", comm_hook="topk", topk_ratio=1.0, find_unused_parameters=True)
 one("two", 2, "zero3", activation_checkpointing=True, profile=2, wandb=True, tensorboard=True,
     plant=record_trackers)
+for mode in ("ddp", "zero2", "zero3"):
+    one("two", 2, mode, mode == "zero3", trace=True)
+one("two", 2, "torch-zero1")
+one("two", 2, "torch-fsdp-kept", is_sampled=False)
 one("two", 2, "zero3", shard_size=1, offload=True)
 one("two", 2, "zero2", shard_size=2)
 disturbed("zero3", 1, LOST, 1, math.sqrt, -1)  # raises
@@ -3014,6 +3019,7 @@ RESULT = {"mode", "world_size", "steps", "train_loss", "val_loss", "tokens_per_s
           "comm_exposed_ms", "peak_mem_bytes", "bytes_per_param", "param_sha256", "threads"}
 # Of a parameter: those that a rank holds, and those that are divided among ranks.
 BYTES = {"zero1": (8, 8), "zero2": (4, 12), "zero3": (0, 16), "torch-fsdp": (0, 16),
+         "torch-zero1": (8, 8), "torch-fsdp-kept": (0, 16),
          "zero1 param_dtype": (6, 12), "zero2 param_dtype": (2, 16), "zero1 reduce_dtype": (4, 12)}
 
 
@@ -3058,11 +3064,48 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
     for trace in traces:
         assert all(kind in trace for kind in ("gather", "reduce", "wait")), "ranges without a name"
         assert len(set(re.findall(r"ProfilerStep#\d+", trace))) == profile, "steps in a trace"
+    if "trace" in options:
+        ranges = ranges_of_trace(result["stdout"])
+        assert [*ranges] == [*range(W)], f"the trace has ranks {[*ranges]}"
+        for found in ranges.values():
+            assert_sensible(found, mode)
     if "wandb" in options:
         expected = []
         for entry in entries:
             expected += [[name, entry["step"], entry["loss"]] for name in ("loss", "wandb")]
         assert lines_of(folder / "losses") == expected, "trackers get other losses"
+
+
+def ranges_of_trace(printed):
+    """{rank: [(milliseconds, kind, what)]} of what --trace prints."""
+    ranges = defaultdict(list)
+    for rank, ms, kind, what in re.findall(r"^rank (\d) +([\d.]+) ms  (\w+): (.*)$", printed, re.M):
+        ranges[int(rank)].append((float(ms), kind, what))
+    return ranges
+
+
+def assert_sensible(ranges, mode):
+    """Assert that a step of two blocks comes in the order of time, that what is started is waited
+    for, or freed, and that this is what the mode does: ddp reduces buckets, the stages unshard
+    units, stage 2 frees gradients, and stage 3 also units, at the end all of them."""
+    times = [ms for ms, _, _ in ranges]
+    assert times == sorted(times) and times[0] >= 0, f"not in order: {times}"
+    of_kind = defaultdict(list)
+    for _, kind, what in ranges:
+        what = re.sub(r", [\d.]+ ms$", "", what)  # how long a wait took
+        of_kind[kind].append(what)
+    assert of_kind["forward"] == ["blocks.0", "blocks.1"], of_kind
+    assert of_kind["backward"] == ["blocks.1", "blocks.0"], of_kind
+    assert of_kind["update"] == ["AdamW"], of_kind
+    reduced = {what for what in of_kind["start"] if what.startswith("reduce the bucket")}
+    assert reduced and set(of_kind["start"]) <= set(of_kind["wait"]), of_kind
+    assert all(what.endswith(" MB)") for what in of_kind["start"]), of_kind
+    units = {what.removeprefix("unshard ") for what in of_kind["start"]} - reduced
+    freed = {what for what in of_kind["free"] if not what.startswith("gradients")}
+    freed_gradients = set(of_kind["free"]) - freed
+    assert len(units) == (3 if mode in STAGES else 0), f"units {units}"
+    assert len(freed_gradients) == (len(reduced) if mode in ("zero2", "zero3") else 0), of_kind
+    assert freed == (units if mode == "zero3" else set()), f"{units} are unsharded, freed {freed}"
 
 
 @check(*STORY_ROWS)
@@ -3276,6 +3319,12 @@ def flip(path):
     path.write_bytes(content)
 
 
+def make_unreadable(path):
+    """As by a bad sector: to open a folder as a file is an OSError, too."""
+    path.unlink()
+    path.mkdir()
+
+
 # What is no checkpoint of a run: a flag, its value and what the line names.
 MISFITS = (("n_layer", 3, r"(blocks\.2|n_layer)"), ("n_embd", 32, "(wte.weight|n_embd)"),
            ("seed", 3, "seed"), ("block_size", 8, "block_size"), ("max_steps", 3, "steps"),
@@ -3294,7 +3343,7 @@ def damaged_checkpoints_are_named():
         shutil.copytree(sound, out, symlinks=True)
         damage(out / newest / name)
         refused(re.escape(name), out, **options, resume=out / newest)
-        if damage is flip:
+        if damage in (flip, make_unreadable):
             result = finish(out, **options, resume="auto", fact=f"{newest}.*{name}")
             assert result["param_sha256"] == expected, f"after {name} was damaged: other bits"
 
@@ -3305,7 +3354,8 @@ def damaged_checkpoints_are_named():
         expected = finish(sound, 2, **options)["param_sha256"]
         names = sorted(path.name for path in (sound / newest).iterdir())
         assert '"scaler": {}' in (sound / newest / "checkpoint.json").read_text(), "fp32 is scaled"
-        two_at_a_time(try_out, *zip(*itertools.product(names, (flip, os.remove))))
+        damages = (flip, os.remove, make_unreadable)
+        two_at_a_time(try_out, *zip(*itertools.product(names, damages)))
         for name, value, fact in MISFITS:  # one at a time: they share a folder
             refused(fact, sound, **{**options, "resume": "auto", name: value})
 
@@ -3381,8 +3431,208 @@ def out_dir_keeps_what_counts():
             assert len(lines_of(out / "metrics.jsonl")) == result["steps"]
 
 
+def view_of(folder):
+    """{path: (content, time of the last change)} of all that is in folder."""
+    view = {}
+    for path in folder.rglob("*"):
+        content = path.read_bytes() if path.is_file() else os.listdir(path) if path.is_dir() else ""
+        view[path] = content, path.lstat().st_mtime_ns
+    return view
+
+
+def ask(resume, W=1, **options):
+    """RESULT and stdout of `train.py --resume RESUME --eval_only`, with no flags but these."""
+    words = [f"--resume={resume}", "--eval_only"]
+    for name, value in options.items():
+        words.append(f"--{name}={value}")
+    return finish(None, W, argv=words)
+
+
+@check(dict(W=0))
+def checkpoints_are_asked():
+    """--eval_only takes model, data and precision from a checkpoint, an older one too, prints its
+    validation loss, its hash and a text that continues --prompt, in any mode, on any number of
+    ranks, and changes nothing in out_dir."""
+    with temporary() as folder:
+        out = folder / "out"
+        trained = finish(out, 2, mode="zero2", save_interval=1, shard_size=1, keep_last=9, seed=5,
+                         n_layer=1)
+        losses = [entry["val_loss"] for entry in lines_of(out / "metrics.jsonl")]
+        before = view_of(out)
+        for name, W, step, options in (
+                ("step_00000004", 1, 4, dict(prompt="def ")),
+                ("step_00000002", 3, 2, dict(mode="torch-fsdp", prompt="\u00e9t\u00e9")),
+                ("auto", 2, 4, dict(mode="ddp", prompt="", out_dir=out)),  # or no text at all
+                ("best", 1, int((out / "best").resolve().name[5:]), dict(prompt="a" * 99))):
+            found = ask(name if name == "auto" else out / name, W, **options)
+            assert found["val_loss"] == losses[step - 1], f"{name}: {found['val_loss']}, {losses}"
+            assert (found["param_sha256"] == trained["param_sha256"]) == (step == 4), name
+            assert f"sample:\n{options['prompt']}" in found["stdout"], found["stdout"]
+            assert view_of(out) == before, f"out_dir has changed after {name}"
+        for words in (["--resume=nowhere"], ["--resume=auto", f"--out_dir={folder}"]):
+            refused("no checkpoint", None, argv=["--eval_only", *words])
+        assert view_of(out) == before, "out_dir has changed"
+
+
+@check(dict(W=0))
+def resuming_takes_the_flags():
+    """A run that resumes has the flags of its checkpoint, but for those that are given; it goes on
+    in the folder of the checkpoint, and in the same run of Weights & Biases. In another mode, flags
+    that only the old one has are dropped."""
+    options = dict(W=2, mode="ddp", save_interval=1, global_batch_size=4, comm_hook="hierarchical",
+                   node_size=1)
+    with temporary() as folder:
+        alone = finish(folder / "alone", **options)
+        ids = []
+        for words, W in ((flags(**dict(options, W=None), out_dir=folder / "out", max_steps=2,
+                                wandb=True), 2),
+                         (["--resume=auto", f"--out_dir={folder}/out", "--max_steps=3"], 2),
+                         ([f"--resume={folder}/out/step_00000003", "--max_steps=4"], 2)):
+            log = partial(log_wandb, folder / "wandb")
+            found = finish(None, W, argv=words, plant=log)
+        ids = lines_of(folder / "wandb")
+        assert found["param_sha256"] == alone["param_sha256"], "other bits, so other flags"
+        assert len(ids) == 3 and len(set(ids)) == 1, f"runs of Weights & Biases: {ids}"
+        steps = [entry["step"] for entry in lines_of(folder / "out/metrics.jsonl")]
+        assert steps == [1, 2, 3, 4], f"metrics.jsonl has steps {steps}"
+        found = finish(None, 4, argv=[f"--resume={folder}/out/step_00000004", "--mode=zero3",
+                                      "--max_steps=5", "--no-wandb"])
+        assert found["mode"] == "zero3" and found["steps"] == 5, found
+        finish(None, 1, argv=flags(out_dir=folder / "out", wandb=True, max_steps=1), plant=log)
+        assert lines_of(folder / "wandb")[-1] != ids[0], "a new run has the old one's id"
+
+
+def log_wandb(path):
+    """Plant a stand-in for wandb that notes the id of a run."""
+    tracker = mock.MagicMock(__spec__="a stand-in")
+    tracker.init.side_effect = lambda **options: write_line(path, options["id"]) or mock.MagicMock()
+    sys.modules["wandb"] = tracker
+
+
 # -------------------------------------------------------------------------------------------------
-# 12. train.py: mistakes, and what it hands on
+# 12. train.py: faults of disks and machines
+#
+# After each, metrics.jsonl has every step once, and the bits are those of an undisturbed run.
+
+STEPS = 4
+
+
+def cut_power(path, n):
+    """Plant a power cut before the n-th update: what was not synced of metrics.jsonl is gone."""
+    real = os.fsync
+    synced = [0]  # bytes
+
+    def fsync(file):
+        descriptor = file if isinstance(file, int) else file.fileno()
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
+            synced[0] = path.stat().st_size
+        real(file)
+
+    def cut():
+        os.truncate(path, synced[0])
+        signal.raise_signal(signal.SIGKILL)
+
+    os.fsync = fsync
+    in_update(n, None, act_without_arguments, cut)
+
+
+def act_without_arguments(act):
+    act()
+
+
+def fill_disk(path, n):
+    """Plant a disk that takes 20 more bytes of metrics.jsonl from the n-th update until the next
+    one, and so half a line; checkpoints are larger, and fail."""
+    def allow(update):
+        most = path.stat().st_size + 20 if update == n else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+    update = torch.optim.AdamW.step
+    calls = itertools.count(1)
+
+    def step(optimizer, *closure):
+        allow(next(calls))
+        return update(optimizer, *closure)
+
+    torch.optim.AdamW.step = step
+
+
+def full_log():
+    """Plant stdout and stderr on a full disk."""
+    for descriptor in (1, 2):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
+
+
+def freeze(function, n, words):
+    """Plant a process that freezes in the n-th call of a function, and wakes up when another run
+    in the same out_dir has ended."""
+    path, _, name = function.rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    real = getattr(owner, name)
+    calls = itertools.count(1)
+
+    def frozen(*arguments, **options):
+        if next(calls) == n:
+            done = subprocess.run([sys.executable, HERE / "train.py", *words, "--resume=auto"],
+                                  capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        return real(*arguments, **options)
+
+    setattr(owner, name, frozen)
+
+
+# Where a process freezes: in its second update, as it writes a line, as it renames a checkpoint,
+# and, when it resumes, as it moves aside what is newer.
+FROZEN = {"update": ("torch.optim.AdamW.step", 2), "line": ("model.GPT.flops_per_token", 2),
+          "publish": ("pathlib.Path.rename", 2), "rewind": ("time.strftime", 1)}
+
+
+@check(*grid(W=(0,), fault=("power cut", "full disk", "full log", "frozen in update",
+                            "frozen in publish", "frozen in rewind")),
+       *only_full(grid(W=(0,), fault=("frozen in line",))))
+def faults_cost_no_line(fault):
+    """After a power cut, which takes what was not synced; after a full disk, that took half a line;
+    with the log on a full disk; and when a process that was frozen wakes up in a later run, which
+    it leaves as it is, and says so."""
+    options = dict(save_interval=1, resume="auto", max_steps=STEPS)
+    with temporary() as folder:
+        out = folder / "out"
+        expected = finish(folder / "alone", **options)["param_sha256"]
+        metrics = out / "metrics.jsonl"
+        if fault == "power cut":
+            run = run_train(out, plant=partial(cut_power, metrics, 3), **options)
+            assert run.codes == [-signal.SIGKILL], run
+            found = finish(out, **options)["param_sha256"]
+        elif fault == "full disk":
+            plant = partial(fill_disk, metrics, 2)
+            result = finish(out, fact="step 2 is not yet in the metrics", plant=plant, **options)
+            found = result["param_sha256"]
+        elif fault == "full log":
+            finish(out, plant=full_log, **options)
+            found = ask(out / f"step_{STEPS:08d}")["param_sha256"]
+        else:
+            function, n = FROZEN[fault.split()[-1]]
+            words = flags(out_dir=out, **options)
+            if fault == "frozen in rewind":
+                finish(out, **options)
+                words = flags(out_dir=out, **{**options, "max_steps": STEPS + 1})
+                options["resume"] = out / "step_00000003"
+                expected = finish(folder / "alone", **{**options, "max_steps": STEPS + 1,
+                                                       "resume": "auto"})["param_sha256"]
+            run = run_train(out, plant=partial(freeze, function, n, words), **options)
+            assert run.codes[0] in (1, 2) and "a later run has begun" in run.stderr[0], run
+            assert "Traceback" not in run.stderr[0], run
+            found = ask("auto", out_dir=out)["param_sha256"]
+        entries = lines_of(metrics)
+        n_steps = STEPS + 1 if fault == "frozen in rewind" else STEPS
+        assert [entry["step"] for entry in entries] == [*range(1, n_steps + 1)], entries
+        assert found == expected, f"other bits after {fault}"
+        left = [path.name for path in out.glob(".*")]
+        assert not left, f"left over: {left}"
+
+
+# -------------------------------------------------------------------------------------------------
+# 13. train.py: mistakes, and what it hands on
 
 # Command lines that end with one line, which names the file or, where there is none, the flag.
 # Adding one costs a third of a second. DATA is a folder of good and bad texts, made by the check.
@@ -3395,18 +3645,23 @@ BAD = """--no_such_flag=1 | --lr=fast | --lr=nan | --lr=-1 | --max_steps=0 | --m
 --out_dir=DATA/fine.txt | --param_dtype=bf16 | --comm_hook=topk | --comm_hook=zip --mode=ddp
 --offload | --topk_ratio=2 --mode=ddp --comm_hook=topk | --dtype=fp16 --mode=ddp --comm_hook=topk
 --shard_size=1 --mode=ddp | --micro_batch_size=most | --resume=DATA/missing | --device=abacus
---optimizer=sgd | --optimizer=muon --mode=torch-fsdp"""
+--optimizer=sgd | --optimizer=muon --mode=torch-fsdp | --trace --max_steps=2
+--trace --profile=2 | --eval_only"""
 NAMED = {  # and those whose line names something else
     "--micro_batch_size=auto": "memory_limit_gb", "--wandb": "install wandb", "--beta2=1": "beta",
     "--micro_batch_size=auto --memory_limit_gb=0.2": "0.[12]", "--n_embd=1000000000000": "memory",
     "--tensorboard": "install tensorboard", "--mode=zero2 --shard_size=2": "shard_size",
-    "--export_hf=hf": "install safetensors"}
+    "--export_hf=hf": "install safetensors", "--compile": r"C\+\+ compiler",
+    "--batch_size=8": "--micro_batch_size", "--max_iters=5": "--max_steps",
+    "--dtype=bfloat16": "--dtype bf16", "--compile=False": "--no-compile",
+    "--learning_rate=0.1": "--lr"}
 
 
 def bare():
-    """Plant a machine without a network and without optional packages, whatever it has."""
+    """Plant a machine without a network, without a compiler and without optional packages, whatever
+    it has."""
     sys.modules |= dict(wandb=None, tensorboard=None, safetensors=None)
-    os.environ.update(TIKTOKEN_CACHE_DIR="nowhere", HTTPS_PROXY="http://127.0.0.1:9")
+    os.environ.update(PATH="", CXX="nowhere", TIKTOKEN_CACHE_DIR="nowhere", HTTPS_PROXY="http://127.0.0.1:9")
 
 
 def elsewhere(parent):
@@ -3473,6 +3728,10 @@ def llama_folders_go_out_and_in():
     sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
     with temporary() as folder:
         refused("LICENSE", folder / "out", export_hf=HERE / "LICENSE")  # which is no folder
+        small = transformers.LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8,
+                                         num_hidden_layers=1, num_attention_heads=1)
+        transformers.LlamaForCausalLM(small).save_pretrained(folder / "small")
+        refused("prompt", None, argv=[f"--init_from={folder}/small", "--eval_only", "--prompt=z"])
         for name in ("train.bin", "val.bin"):
             block.repeat(300).numpy().astype(np.uint16).tofile(folder / name)
         expected = finish(folder / "out", 2, mode="zero3", n_head=4, n_kv_head=2, lr=0.1,
@@ -3495,7 +3754,7 @@ def llama_folders_go_out_and_in():
 
 
 # -------------------------------------------------------------------------------------------------
-# 13. README.md
+# 14. README.md
 
 
 def blocks_of(language):
