@@ -862,7 +862,7 @@ def tokenize(text, tokenizer, config):
         ids = ids.astype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32)
         if config.eval_only:
             return ids
-        unfinished = path.with_name(f".{os.urandom(4).hex()}.npy")
+        unfinished = path.with_name(f".tokens-{os.urandom(4).hex()}.npy")
         np.save(unfinished, ids)
         fsync(unfinished)
         os.replace(unfinished, path)
@@ -1608,6 +1608,8 @@ def rewind(out_dir, mark, past, keeps_metrics):
     for other in out_dir.glob(".run_*"):  # of a run that was killed, or is still there
         if other != mark:
             shutil.rmtree(other, ignore_errors=True)
+    for unfinished in out_dir.glob(".tokens-*"):  # of one that was killed while it tokenized
+        unfinished.unlink()
     tidy(out_dir, mark, past["best_step"], sys.maxsize)
     # Another file in its place, even if nothing changes: a run that is still there has it open.
     metrics = out_dir / "metrics.jsonl"
