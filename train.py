@@ -545,7 +545,9 @@ def flags_of_checkpoint(given):
             break
     if record is None:
         return {}
-    left_out = OF_ONE_START | NOT_TO_EVALUATE if "eval_only" in given else OF_ONE_START
+    left_out = OF_ONE_START
+    if given.get("eval_only"):
+        left_out = OF_ONE_START | NOT_TO_EVALUATE
     saved = {}
     for name, value in record["config"].items():
         if hasattr(Config, name) and name not in left_out:
@@ -1418,7 +1420,7 @@ def still_ours(mark):
 def release(mark):
     """Rank 0: this run will write no more."""
     still_ours(mark)
-    shutil.rmtree(mark)
+    shutil.rmtree(mark, ignore_errors=True)
 
 
 def newest_first(out_dir):

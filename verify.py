@@ -2783,6 +2783,10 @@ def spoil(function, calls, value):
     setattr(F, function, spoiled)
 
 
+def fail(text):
+    raise RuntimeError(text)
+
+
 def flip_a_bit(optimizer):
     part = optimizer.param_groups[0]["params"][0].detach()
     part.view(-1)[-1:].view(torch.int32).bitwise_xor_(1 << 7)
@@ -2943,6 +2947,9 @@ one("two", 2, "zero3", shard_size=1, offload=True)
 one("two", 2, "zero2", shard_size=2)
 disturbed("zero3", 1, LOST, 1, math.sqrt, -1)  # raises
 disturbed("zero1", 1, LOST, 1, time.sleep, 60)
+# What gloo says when this rank was frozen for longer than the time limit.
+disturbed("zero2", 1, "step 2 failed.*pair closure", 0, fail,
+          "Application timeout caused pair closure")
 disturbed("ddp", 1, LOST, 1, signal.raise_signal, signal.SIGKILL)
 disturbed("zero3", 1, LOST, 1, signal.raise_signal, signal.SIGSTOP)
 disturbed("zero3", 0, "step [23]", 1, signal.raise_signal, signal.SIGTERM)
@@ -3612,6 +3619,8 @@ def faults_cost_no_line(fault):
             found = ask(out / f"step_{STEPS:08d}")["param_sha256"]
         else:
             function, n = FROZEN[fault.split()[-1]]
+            if fault == "frozen in line":  # then no checkpoint is due when it wakes up
+                options["save_interval"] = 100
             words = flags(out_dir=out, **options)
             if fault == "frozen in rewind":
                 finish(out, **options)
@@ -3622,6 +3631,7 @@ def faults_cost_no_line(fault):
             run = run_train(out, plant=partial(freeze, function, n, words), **options)
             assert run.codes[0] in (1, 2) and "a later run has begun" in run.stderr[0], run
             assert "Traceback" not in run.stderr[0], run
+            assert f" {STEPS}/{STEPS} " not in run.stdout[0], f"it went on: {run.stdout[0]}"
             found = ask("auto", out_dir=out)["param_sha256"]
         entries = lines_of(metrics)
         n_steps = STEPS + 1 if fault == "frozen in rewind" else STEPS
@@ -3804,6 +3814,30 @@ def readme_commands_run(package=None):
             run = run_train(None, 2, plant=script, argv=["--help"])
             losses = re.findall(r"rank \d: loss 0\.\d{4}", "".join(run.stdout))
             assert run.codes == [0, 0] and len(losses) == 2, run
+
+
+@check(*only_full([dict(W=0)]))
+def bench_makes_tables():
+    """bench.sh and the files of cluster/ are valid shell. A row of bench.sh that fails says why, the
+    others are in its table with the hash that runs print; DeepSpeed's and pictures name what they
+    need."""
+    for path in ("bench.sh", "cluster/slurm.sh"):
+        subprocess.run(["bash", "-n", HERE / path], check=True)
+    sizes = ["--n_layer", "1", "--n_embd", "16", "--n_head", "1", "--block_size", "16"]
+    with temporary() as folder:
+        for path in ("model.py", "ddp.py", "zero.py", "train.py", "bench.sh"):
+            shutil.copy(HERE / path, folder / path)
+        shutil.copytree(HERE / "assets", folder / "assets")
+        bench = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
+        done = bench(["./bench.sh", "bits", "--worlds", "2", "--modes", "zero2 zero3 zero9",
+                      "--max_steps", "2", *sizes])
+        hashes = re.findall(r"^\| zero[23] \| `(\w{8})` \|$", done.stdout, re.MULTILINE)
+        assert len(hashes) == 2 and len(set(hashes)) == 1, done.stdout + done.stderr
+        assert done.returncode == 1 and "Failed: zero9, W=2" in done.stdout, done.stdout
+        for words, fact in ((["tune"], "bits "), (["link"], "needs rates"),
+                            (["modes", "--lr", "fast"], "--lr"), (["modes", "--worlds"], "value")):
+            done = bench(["./bench.sh", *words])
+            assert done.returncode == 2 and fact in done.stderr, f"{words}: {done.stderr}"
 
 
 def is_caught(file, old, new, name):

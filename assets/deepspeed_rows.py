@@ -1,0 +1,145 @@
+"""DeepSpeed's ZeRO in train.py's place: the same model, data, optimizer and rates, in a short loop.
+
+    torchrun --nproc_per_node=2 assets/deepspeed_rows.py --mode deepspeed2 --max_steps 8
+
+`./bench.sh modes` runs it for the rows deepspeed1, deepspeed2 and deepspeed3. Flags are train.py's.
+The last line of stdout is RESULT {json}, with the names that train.py uses. The losses are those of
+train.py, up to rounding.
+
+    pip install deepspeed     # tried: 0.19.8; it brings ninja
+
+On a CPU DeepSpeed compiles a piece of C++ in its first run, which needs a compiler and minutes: so
+run it once before you compare times. It sends a part of its messages on one host through shared
+memory, where train.py's modes take gloo. If that first run is killed, it leaves a lock in
+~/.cache/torch_extensions: remove that folder.
+"""
+
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+STAGES = {"deepspeed1": 1, "deepspeed2": 2, "deepspeed3": 3}
+
+
+def refuse(why):
+    print(f"deepspeed_rows.py: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+def take_mode(flags):
+    """Flags without --mode NAME -> NAME, the others. train.py knows no such mode."""
+    if "--mode" not in flags[:-1]:
+        refuse("--mode deepspeed1, deepspeed2 or deepspeed3 is missing")
+    place = flags.index("--mode")
+    mode = flags[place + 1]
+    others = flags[:place] + flags[place + 2:]
+    if mode not in STAGES:
+        refuse(f"--mode {mode}: choose deepspeed1, deepspeed2 or deepspeed3")
+    return mode, others
+
+
+def decay_groups(model, config):
+    """Matrices decay, other tensors do not, as in train.py. Called before DeepSpeed cuts them."""
+    matrices = []
+    others = []
+    for p in model.parameters():
+        if p.dim() >= 2:
+            matrices.append(p)
+        else:
+            others.append(p)
+    return [
+        dict(params=matrices, weight_decay=config.weight_decay),
+        dict(params=others, weight_decay=0.0),
+    ]
+
+
+def main():
+    mode, flags = take_mode(sys.argv[1:])
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import torch.distributed as dist
+
+    import train
+
+    # Of what is used below nothing depends on train.py's mode.
+    config = train.parse_args([*flags, "--mode", "ddp"])
+    if config.dtype != "fp32":
+        refuse(f"--dtype {config.dtype}: these rows are in fp32")
+    device, _ = train.start_process_group(config)
+    # DeepSpeed looks for its accelerator where it is imported.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+
+    tokenizer, plain, tokens, val_tokens = train.prepare(config, device)
+    rank = dist.get_rank()
+    W = dist.get_world_size()
+    m = config.micro_batch_size
+    n = config.global_batch_size // (m * W)  # micro-steps
+
+    optimizer = torch.optim.AdamW(
+        decay_groups(plain, config),
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+    )
+    options = dict(
+        train_batch_size=config.global_batch_size,
+        train_micro_batch_size_per_gpu=m,
+        gradient_accumulation_steps=n,
+        gradient_clipping=config.grad_clip,
+        zero_optimization=dict(stage=STAGES[mode]),
+        steps_per_print=10**9,
+    )
+    engine, *_ = deepspeed.initialize(
+        model=plain,
+        optimizer=optimizer,
+        config=options,
+        dist_init_required=False,
+    )
+
+    times_s = []
+    for step in range(1, config.max_steps + 1):
+        start_s = time.perf_counter()
+        for group in engine.optimizer.param_groups:
+            group["lr"] = train.lr_at(step, config)
+        blocks = train.global_batch(tokens, step, config)
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for micro_step in range(n):
+            index = micro_step * W + rank
+            own = blocks[index * m:(index + 1) * m]
+            x, y = train.read_blocks(tokens, own, config, device)
+            _, loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()  # it steps with the last micro-step alone
+            total += loss.detach()
+        # Reading the loss waits for the device, as train.py does in each step.
+        dist.all_reduce(total)
+        train_loss = total.item() / (n * W)
+        times_s.append(time.perf_counter() - start_s)
+        if rank == 0:
+            print(f"step {step} | loss {train_loss:.4f}", flush=True)
+
+    held = torch.tensor(train.peak_mem_bytes(device), device=device)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    step_s = statistics.median(times_s)
+    tokens_per_step = config.global_batch_size * config.block_size
+    result = dict(
+        mode=mode,
+        world_size=W,
+        steps=config.max_steps,
+        train_loss=train_loss,
+        step_ms=1e3 * step_s,
+        tokens_per_sec=tokens_per_step / step_s,
+        peak_mem_bytes=held.item(),
+        threads=config.threads,
+    )
+    if rank == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

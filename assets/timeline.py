@@ -1,0 +1,339 @@
+"""A step in time: traces with more ranges, how much of communication is hidden, pictures.
+
+    torchrun --nproc_per_node=2 assets/timeline.py run --mode zero3 --profile 1
+                                    train.py with these flags; its traces have more ranges
+    python assets/timeline.py overlap TRACE.json ...
+                                    a table: communication that is hidden by computing
+    python assets/timeline.py draw zero3 TRACE_OF_RANK_0.json TRACE_OF_RANK_1.json ...
+                                    the picture assets/zero3.svg, which needs matplotlib
+
+`./bench.sh timeline` and `./bench.sh gpu` call it. Traces are those of --profile: in out_dir,
+trace_rank0.json and so on, of processes on one machine, whose clock they share.
+
+A range is named "kind: what". ddp.py and zero.py name the start of each collective and each wait
+for it. `run` adds forward and backward of each block, and wherever the memory that a rank holds may
+have changed an empty range "bytes: [parameters, gradients, optimizer state]", in bytes a parameter.
+"""
+
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def refuse(why):
+    print(f"timeline.py: {why}", file=sys.stderr)
+    sys.exit(2)
+
+
+# -------------------------------------------------------------------------------------------------
+# run
+
+
+def n_bytes(tensors):
+    """Memory of tensors, each piece of it once, since many of them are views."""
+    sizes = {}
+    for t in tensors:
+        storage = t.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def held_bytes(model, optimizer):
+    """What this rank holds now, in bytes a parameter: [parameters, gradients, optimizer state]."""
+    whole = list(model.module.parameters())
+    # In the stages the wrapper's parameters are shards, in DDP the module's own.
+    parameters = whole + list(model.parameters())
+    gradients = []
+    for bucket in model._buckets:
+        for name in ("gradients", "sharded_gradients"):
+            buffer = getattr(bucket, name, None)
+            if buffer is not None:
+                gradients.append(buffer)
+    state = []
+    for tensors in optimizer.state.values():
+        # AdamW's step counts have no dimensions.
+        state += [t for t in tensors.values() if t.dim() > 0]
+    n = sum(p.numel() for p in whole)
+    return [n_bytes(parameters) / n, n_bytes(gradients) / n, n_bytes(state) / n]
+
+
+def name_block(block, number):
+    """Name the forward and the backward of a block in traces."""
+    import torch
+
+    forward = block.forward
+    backward = torch.profiler.record_function(f"backward: block {number}")
+
+    def named_forward(*arguments, **options):
+        with torch.profiler.record_function(f"forward: block {number}"):
+            return forward(*arguments, **options)
+
+    def begin(module, gradients):
+        backward.__enter__()
+
+    def end(module, gradients_in, gradients_out):
+        backward.__exit__(None, None, None)
+
+    block.forward = named_forward
+    block.register_full_backward_pre_hook(begin)
+    block.register_full_backward_hook(end)
+
+
+def watch(model, optimizer):
+    """Add ranges to all that model and optimizer do from now on."""
+    import torch
+
+    def note(*_):
+        held = held_bytes(model, optimizer)
+        with torch.profiler.record_function(f"bytes: {held}"):
+            pass
+
+    for number, block in enumerate(model.module.blocks):
+        name_block(block, number)
+    # What is held changes between any two of these.
+    torch.nn.modules.module.register_module_forward_hook(note)
+    for p in model.module.parameters():
+        p.register_hook(note)
+    optimizer.register_step_pre_hook(note)
+
+
+def run(flags):
+    """train.py with flags and more ranges -> exit status."""
+    sys.path.insert(0, str(ROOT))
+    import train
+
+    make_optimizer = train.make_optimizer
+
+    def make_watched_optimizer(model, config):
+        if not hasattr(model, "_buckets"):
+            refuse(f"run --mode {config.mode}: choose ddp, zero1, zero2 or zero3")
+        optimizer = make_optimizer(model, config)
+        watch(model, optimizer)
+        return optimizer
+
+    train.make_optimizer = make_watched_optimizer
+    sys.argv = ["train.py", *flags]
+    return train.run()
+
+
+# -------------------------------------------------------------------------------------------------
+# reading traces
+
+
+@dataclasses.dataclass
+class Span:
+    kind: str  # start, wait, forward, backward, bytes, optimizer; kernel; sent: on its way
+    what: str
+    start_ms: float
+    end_ms: float
+
+
+def read_span(event):
+    """An event of a trace -> Span."""
+    kind, _, what = event["name"].partition(": ")
+    if event.get("cat") == "kernel":
+        what = event["name"]
+        is_ours = "ccl" in what.lower()  # NCCL, RCCL, oneCCL: a kernel that communicates
+        kind = "sent" if is_ours else "kernel"
+    elif event["name"].startswith("Optimizer.step#"):
+        kind = "optimizer"
+    start_ms = event["ts"] / 1e3
+    return Span(kind, what, start_ms, start_ms + event["dur"] / 1e3)
+
+
+def by_start(span):
+    return span.start_ms
+
+
+def sent_on_cpu(spans):
+    """Where there are no kernels a collective is on its way from its start to the end of its wait.
+
+    A collective in several pieces has several waits: the last one counts.
+    """
+    begun = {}  # {what: when it was last started}
+    sent = {}
+    for span in spans:
+        if span.kind == "start":
+            begun[span.what] = span.start_ms
+        if span.kind == "wait" and span.what in begun:
+            start_ms = begun[span.what]
+            sent[span.what, start_ms] = Span("sent", span.what, start_ms, span.end_ms)
+    return list(sent.values())
+
+
+def read_spans(path):
+    """A trace -> [Span], in the order in which they start."""
+    spans = []
+    for event in json.loads(pathlib.Path(path).read_text())["traceEvents"]:
+        # "X" has a duration. The device's copies of the host's ranges come at other times.
+        if event.get("ph") == "X" and event.get("cat") != "gpu_user_annotation":
+            spans.append(read_span(event))
+    spans.sort(key=by_start)
+    has_kernels = any(span.kind in ("kernel", "sent") for span in spans)
+    if not has_kernels:
+        spans += sent_on_cpu(spans)
+    return spans
+
+
+# -------------------------------------------------------------------------------------------------
+# overlap
+
+
+def when(spans, kind, begin_ms, end_ms):
+    """For each microsecond from begin to end: whether a span of that kind is under way."""
+    is_on = np.zeros(int(1e3 * (end_ms - begin_ms)) + 1, bool)
+    for span in spans:
+        if span.kind == kind:
+            start = int(1e3 * (span.start_ms - begin_ms))
+            end = int(1e3 * (span.end_ms - begin_ms))
+            is_on[start:end] = True
+    return is_on
+
+
+def overlap(path):
+    """Percent of the time of communication in which the device computes; where a trace has no
+    kernels, in which the thread does not wait. None where nothing is sent."""
+    spans = read_spans(path)
+    begin_ms = min(span.start_ms for span in spans)
+    end_ms = max(span.end_ms for span in spans)
+    is_sending = when(spans, "sent", begin_ms, end_ms)
+    is_computing = when(spans, "kernel", begin_ms, end_ms)
+    if not is_computing.any():
+        is_computing = ~when(spans, "wait", begin_ms, end_ms)
+    if not is_sending.any():
+        return None
+    is_hidden = is_sending & is_computing
+    return 100 * is_hidden.sum() / is_sending.sum()
+
+
+def print_overlap(paths):
+    print("| row | communication under computing, % |")
+    print("| --- | --- |")
+    for path in paths:
+        row = pathlib.Path(path).name.removesuffix(".json")
+        percent = overlap(path)
+        text = "-" if percent is None else f"{percent:.1f}"
+        print(f"| {row} | {text} |")
+    print()
+
+
+# -------------------------------------------------------------------------------------------------
+# drawing
+
+COLORS = {  # seen on white and on black, as is grey
+    "forward": "#3f87c5",
+    "backward": "#7a62b8",
+    "optimizer": "#3f9a66",
+    "unshard": "#b9791c",
+    "reduce": "#bf4f86",
+    "wait": "#dc3d33",
+}
+WHOLE = {"ddp": 16, "zero1": 8, "zero2": 4, "zero3": 0}  # bytes a parameter that are not sharded
+LANE = 3  # height of a rank's lane
+TRACKS = 8  # of what is on its way, below what a rank does
+
+
+def label_of(span):
+    """The number of the block that a bar belongs to; nothing for a wait, and beside blocks."""
+    found = re.search(r"block\w*\W(\d+)", span.what)
+    if span.kind == "wait" or not found:
+        return ""
+    return found[1]
+
+
+def draw_lane(axes, spans, begin_ms, lane):
+    """A rank's bars: what it does; below that, in turn on eight tracks, what is on its way."""
+    n_sent = 0
+    for span in spans:
+        y, height, size, name = lane, 0.9, 10, span.kind
+        if span.kind == "sent":
+            y, height, size, name = lane - 0.65 - 0.24 * (n_sent % TRACKS), 0.22, 7, "reduce"
+            if span.what.startswith("unshard"):
+                name = "unshard"
+            n_sent += 1
+        if name not in COLORS:
+            continue
+        width = span.end_ms - span.start_ms
+        left = span.start_ms - begin_ms
+        bar = axes.barh(y, width, height, left, color=COLORS[name])
+        axes.bar_label(bar, [label_of(span)], label_type="center", color="w", fontsize=size)
+
+
+def draw_memory(axes, spans, begin_ms, formula):
+    times = []
+    held = []
+    for span in spans:
+        if span.kind == "bytes":
+            times.append(span.start_ms - begin_ms)
+            held.append(json.loads(span.what))
+    colors = [COLORS["unshard"], COLORS["reduce"], COLORS["optimizer"]]
+    labels = ("parameters", "gradients", "Adam")
+    axes.stackplot(times, *zip(*held), step="post", labels=labels, colors=colors)
+    axes.axhline(formula, color="grey", linestyle="--", label="formula")
+    axes.set(xlabel="ms", ylabel="bytes a parameter", ylim=(0, 22))
+    axes.legend(ncols=4, loc="upper center")
+
+
+def draw(mode, paths):
+    """Traces of all ranks -> assets/MODE.svg. What is held is that of rank 0."""
+    if mode not in WHOLE:
+        refuse(f"draw {mode}: choose ddp, zero1, zero2 or zero3")
+    try:
+        import matplotlib
+    except ImportError:
+        refuse("draw needs a package: pip install matplotlib")
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+        pyplot.rcParams[name] = "grey"
+    pyplot.rcParams["svg.fonttype"] = "none"  # text stays text
+    pyplot.rcParams["font.sans-serif"] = "DejaVu Sans"
+    pyplot.rcParams["legend.frameon"] = False
+
+    W = len(paths)
+    traces = [read_spans(path) for path in paths]
+    begin_ms = traces[0][0].start_ms
+    figure, (lanes, memory) = pyplot.subplots(2, figsize=(9, 6), sharex=True, height_ratios=(3, 1))
+    for rank, spans in enumerate(traces):
+        draw_lane(lanes, spans, begin_ms, -LANE * rank)
+    places = [-LANE * rank for rank in range(W)]
+    names = [f"rank {rank}" for rank in range(W)]
+    lanes.set_yticks(places, names)
+    draw_memory(memory, traces[0], begin_ms, WHOLE[mode] + (16 - WHOLE[mode]) / W)
+
+    handles = []
+    for name, color in COLORS.items():
+        handles.append(pyplot.Rectangle((0, 0), 1, 1, color=color, label=name))
+    figure.legend(handles=handles, ncols=len(handles), loc="upper center")
+    path = ROOT / "assets" / f"{mode}.svg"
+    figure.savefig(path, bbox_inches="tight", transparent=True)
+    print(path)
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+def main():
+    command, *arguments = sys.argv[1:] or ["--help"]
+    if command == "run":
+        return run(arguments)
+    if command == "overlap" and arguments:
+        print_overlap(arguments)
+        return 0
+    if command == "draw" and len(arguments) > 1:
+        mode, *paths = arguments
+        draw(mode, paths)
+        return 0
+    print(__doc__, file=sys.stderr)
+    return 0 if command in ("-h", "--help") else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
