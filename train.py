@@ -447,8 +447,8 @@ def int_or_auto(text):
 
 
 def make_parser():
-    """A parser with a flag for each field of Config, in groups, with the comments as help. Flags that
-    are not given are not in what it returns."""
+    """A parser with a flag for each field of Config, in groups, with the comments as help. What it
+    returns has the flags that are given, and no others."""
     title, commands, *_, debugging = __doc__.split("\n\n")
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=f"{title}\n\n{commands}",
                                      epilog=debugging, allow_abbrev=False,

@@ -47,6 +47,7 @@ import pkgutil
 import re
 import resource
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -2948,7 +2949,7 @@ one("two", 2, "zero2", shard_size=2)
 disturbed("zero3", 1, LOST, 1, math.sqrt, -1)  # raises
 disturbed("zero1", 1, LOST, 1, time.sleep, 60)
 # What gloo says when this rank was frozen for longer than the time limit.
-disturbed("zero2", 1, "step 2 failed.*pair closure", 0, fail,
+disturbed("zero2", 1, "step 2: .*pair closure", 0, fail,
           "Application timeout caused pair closure")
 disturbed("ddp", 1, LOST, 1, signal.raise_signal, signal.SIGKILL)
 disturbed("zero3", 1, LOST, 1, signal.raise_signal, signal.SIGSTOP)
@@ -3671,7 +3672,8 @@ def bare():
     """Plant a machine without a network, without a compiler and without optional packages, whatever
     it has."""
     sys.modules |= dict(wandb=None, tensorboard=None, safetensors=None)
-    os.environ.update(PATH="", CXX="nowhere", TIKTOKEN_CACHE_DIR="nowhere", HTTPS_PROXY="http://127.0.0.1:9")
+    os.environ.update(TIKTOKEN_CACHE_DIR="nowhere", HTTPS_PROXY="http://127.0.0.1:9")
+    os.environ.update(PATH="", CXX="nowhere")
 
 
 def elsewhere(parent):
@@ -3799,7 +3801,7 @@ def readme_commands_run(package=None):
         for line in text.splitlines():
             needs_package = re.search("--export_hf|--init_from", line) is not None
             if " train.py" in line and "--nnodes" not in line and needs_package == bool(package):
-                words = line.partition("#")[0].split()
+                words = shlex.split(line, comments=True)
                 W = int((re.findall(r"--nproc_per_node=(\d+)", line) or [1])[0])
                 result = finish(None, W, argv=shortened(words[words.index("train.py") + 1:]),
                                 plant=partial(os.chdir, folder))
@@ -3818,9 +3820,8 @@ def readme_commands_run(package=None):
 
 @check(*only_full([dict(W=0)]))
 def bench_makes_tables():
-    """bench.sh and the files of cluster/ are valid shell. A row of bench.sh that fails says why, the
-    others are in its table with the hash that runs print; DeepSpeed's and pictures name what they
-    need."""
+    """bench.sh and cluster/slurm.sh are valid shell. A row of bench.sh that fails says why, the
+    others are in its table, with equal hashes; mistakes are one line."""
     for path in ("bench.sh", "cluster/slurm.sh"):
         subprocess.run(["bash", "-n", HERE / path], check=True)
     sizes = ["--n_layer", "1", "--n_embd", "16", "--n_head", "1", "--block_size", "16"]
