@@ -325,8 +325,8 @@ class Bucket:
             self.n += round_up(p.numel(), align)
         self.gradients = None
 
-    def __str__(self):
-        """For errors and profiles."""
+    def __repr__(self):
+        """For errors, profiles and debuggers."""
         first_slot = next(iter(self.slots.values()))
         n_bytes = self.n * first_slot.owner.dtype.itemsize
         return f"the bucket from {first_slot.fqn} on ({1e-6 * n_bytes:.2f} MB)"

@@ -68,7 +68,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ddp import (DDP, HierarchicalState, TopKState, average_gradients, clip_gradients_,
-                 hierarchical_hook, top_k_hook, total_norm)
+                 hierarchical_hook, in_backward, top_k_hook, total_norm)
 from model import (GPT, GPTConfig, PRESETS, peak_flops, read_llama_config, read_llama_weights,
                    write_llama)
 from zero import Zero1, Zero2, Zero3
@@ -81,26 +81,26 @@ class Config:
     """Each field is a flag, its comment the text of --help, and the line above a group its title.
     What values are possible is in the tables at `parse_args`."""
     # run
-    mode: str | None = None  # who averages gradients [single; under torchrun ddp]
-    max_steps: int = 800  # optimizer steps
+    mode: str | None = None  # who averages gradients: README's table [single; under torchrun ddp]
+    max_steps: int = 800  # optimizer steps in all, also those before a resume
     seed: int = 1337  # of the weights, the order of samples and the sample text
-    out_dir: str = "out"  # for checkpoints, metrics.jsonl, tokens; or where --resume PATH lies
+    out_dir: str = "out"  # for checkpoints, metrics.jsonl, tokens; else the one --resume PATH is in
     device: str | None = None  # cpu or an accelerator, such as cuda [the accelerator, if any]
-    threads: int = 1  # CPU threads per rank; another number may give other bits
+    threads: int = 1  # CPU threads per rank; another number may change the last digits
     timeout_s: float = 120.0  # seconds after which a rank that waits for another one gives up
-    check_interval: int = 100  # steps between comparisons of parameters over ranks, 0 for none
+    check_interval: int = 100  # steps between checks that ranks have equal parameters, 0 for none
     # checkpoints
-    save_interval: int = 100  # steps between checkpoints; the last step has one too; 0 for none
-    keep_last: int = 2  # checkpoints kept beside the best one
-    resume: str | None = None  # auto (the newest checkpoint in out_dir), or PATH, with its flags
-    export_hf: str | None = None  # folder to write the model to, for transformers
+    save_interval: int = 100  # steps between checkpoints; also the last and the best; 0 for none
+    keep_last: int = 2  # newest checkpoints that are kept; the best one is kept, too
+    resume: str | None = None  # auto: the newest in out_dir, if any; or PATH, such as out/best
+    export_hf: str | None = None  # folder for the model as transformers has it; needs safetensors
     # data
-    dataset: str = "stdlib"  # Python's own library, a text file, or a folder of train.bin, val.bin
+    dataset: str = "stdlib"  # Python's library, a text file, or a folder of train.bin and val.bin
     tokenizer: str = "bytes"  # bytes, or a tiktoken name such as gpt2 or o200k_base
     # model
-    init_from: str | None = None  # folder of a Llama of transformers: its sizes and weights
+    init_from: str | None = None  # folder of a Llama of transformers, to start from its weights
     model: str = "tiny"  # preset of sizes
-    n_layer: int | None = None  # blocks, in place of the preset's; so are the next four
+    n_layer: int | None = None  # blocks; this and the next four override the preset
     n_head: int | None = None  # query heads
     n_kv_head: int | None = None  # key and value heads, a divisor of n_head
     n_embd: int | None = None  # width
@@ -108,40 +108,40 @@ class Config:
     activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, slower
     compile: bool = False  # torch.compile each block; needs a C++ compiler on a CPU
     # batch
-    global_batch_size: int = 16  # sequences per optimizer step, over all ranks
-    micro_batch_size: int | str = 4  # sequences per rank and backward; auto: the most that fit
-    memory_limit_gb: float | None = None  # for auto: what a rank may hold [what is free, of a GPU]
+    global_batch_size: int = 16  # sequences per optimizer step, over all ranks and micro-steps
+    micro_batch_size: int | str = 4  # sequences of a rank's forward; auto: the most that fit
+    memory_limit_gb: float | None = None  # for auto: GB of a rank [what a GPU has free]
     # precision
-    dtype: str = "fp32"  # bf16 and fp16 compute by autocast, fp16 with a gradient scaler
-    param_dtype: str | None = None  # zero1 to 3: of parameters in use and blocks' inputs [fp32]
-    reduce_dtype: str | None = None  # zero1 to 3: of gradients on their way [fp32]
+    dtype: str = "fp32"  # of the computation, by autocast; fp16 with a gradient scaler
+    param_dtype: str | None = None  # zero1 to 3: in which parameters are gathered and used [fp32]
+    reduce_dtype: str | None = None  # zero1 to 3: in which gradients are sent [fp32]
     # data parallelism
-    bucket_cap_mb: float = 25.0  # ddp, torch-ddp: MB of gradients that are sent at once
-    find_unused_parameters: bool = False  # ddp, torch-ddp: parameters may stay without a gradient
+    bucket_cap_mb: float = 25.0  # ddp, torch-ddp: MB of gradients that are sent together
+    find_unused_parameters: bool = False  # ddp, torch-ddp: allow parameters without a gradient
     comm_hook: str | None = None  # ddp: how gradients are compressed [not at all]
     topk_ratio: float = 0.01  # --comm_hook topk: the part of the elements that is sent
     node_size: int | None = None  # --comm_hook hierarchical: ranks per node [as torchrun has it]
-    shard_size: int | None = None  # zero1 to 3: ranks that share one copy of the state [all]
+    shard_size: int | None = None  # zero1 to 3: ranks among which the state is divided [all]
     offload: bool = False  # zero1 to 3: keep shards, gradients and optimizer on the CPU
     # optimizer
     optimizer: str = "adamw"  # muon: Muon for the matrices of blocks, AdamW for the rest
     lr: float = 3e-3  # peak learning rate
-    min_lr: float | None = None  # learning rate in the last step [lr / 10]
+    min_lr: float | None = None  # learning rate at the end of the cosine [lr / 10]
     warmup_steps: int = 40  # steps of linear warm-up
     weight_decay: float = 0.1  # on tensors of two or more dimensions only
     beta1: float = 0.9  # AdamW: decay of the mean of gradients
     beta2: float = 0.99  # AdamW: decay of the mean of squared gradients
     grad_clip: float = 1.0  # largest norm of all gradients together, 0 for no limit
     # evaluation
-    eval_interval: int = 100  # steps between evaluations; the last step is always evaluated
-    eval_steps: int = 20  # micro batches an evaluation takes, over all ranks; 0 for none at all
-    eval_only: bool = False  # evaluate what --resume or --init_from names, print a text, and leave
-    prompt: str = "\n"  # what the sample text continues
-    sample_tokens: int = 256  # length of the sample text at the end, 0 for none
+    eval_interval: int = 100  # steps between evaluations; the last step has one, too; 0 for none
+    eval_steps: int = 20  # micro batches per evaluation, divided among ranks; 0 for none
+    eval_only: bool = False  # no training: loss and text of what --resume or --init_from names
+    prompt: str = "\n"  # what the sample text continues, taken literally
+    sample_tokens: int = 256  # tokens of the sample text, after the prompt; 0 for none
     # watching
     log_interval: int = 10  # steps between printed lines; metrics.jsonl has every step
-    trace: bool = False  # print what each rank starts, waits for and frees in its third step
-    profile: int = 0  # steps to record, from the third on, for ui.perfetto.dev; 0 for none
+    trace: bool = False  # print what ddp or zero1 to 3 sends, waits for and frees in the third step
+    profile: int = 0  # steps, from the third on, to out_dir/trace_rank0.json for ui.perfetto.dev
     tensorboard: bool = False  # write to out_dir/tensorboard; needs the package tensorboard
     wandb: bool = False  # log to Weights & Biases; needs the package wandb
 
@@ -184,7 +184,8 @@ def main(config, progress):
     tensors = checkpoint_tensors(model, optimizer, gpt, config)
     record = resume(config, out_dir, mark, tensors, facts, torchrun_store)
     if record is not None:
-        progress |= {name: record.get(name, progress[name]) for name in progress}
+        for name in progress:
+            progress[name] = record.get(name, progress[name])  # an older record may lack some
         scaler.load_state_dict(record["scaler"])
         if config.comm_hook in ("topk", "powersgd"):
             model.comm_state.iter = progress["step"]
@@ -192,7 +193,7 @@ def main(config, progress):
     # FLOP/s of all ranks; those of 16-bit units, whatever the run computes in.
     peak = dist.get_world_size() * (peak_flops(device_name) or math.nan)
     metrics, trackers = start_trackers(config, mark, gpt, progress)
-    signals = []  # one or more: finish the step, save, stop
+    signals = []  # one or more: all ranks finish the step, save, stop
 
     def note(number, frame):
         signals.append(number)
@@ -204,6 +205,8 @@ def main(config, progress):
     saved = True
     recent = collections.deque(maxlen=100)  # the entries of the last steps
     last_step = progress["step"] if config.eval_only else config.max_steps
+    if last_step == progress["step"] and not config.eval_only:
+        say(f"all {last_step} steps have been made: --max_steps is for more")
     for step in range(progress["step"] + 1, last_step + 1):
         # forward, backward and update; stop if too many steps in a row were skipped
         progress["step"] = step
@@ -230,34 +233,33 @@ def main(config, progress):
         for track in trackers:
             track(progress["entry"])
         if dist.get_rank() == 0 and not mark.exists():
-            signals.append("a later run")
+            signals.append("a later run")  # the next step tells all ranks; `release` says why
 
         # write a checkpoint, on all ranks, and stop where one of them was told to; skipped steps
         # must not push out the checkpoints before them
         is_time = is_due(step, config.save_interval, config.max_steps) and not entry["skipped"]
         if config.save_interval and (is_time or best or stop):
             record = dict(progress | best, facts=facts, scaler=scaler.state_dict(),
-                          world_size=dist.get_world_size(), config=vars(config))
+                          world_size=dist.get_world_size(), config=flags_to_save(config))
             tensors = checkpoint_tensors(model, optimizer, gpt, config)  # top-k makes new ones
             saved = save_checkpoint(out_dir, mark, tensors, record, metrics)
             if saved:
                 progress |= best
         if stop:
             on_rank_0(release, mark)
-            say(f"train.py: stopped by a signal after step {step}", sys.stderr)
+            what_now = "; go on with --resume auto" if config.save_interval and saved else ""
+            say(f"train.py: stopped by a signal after step {step}{what_now}", sys.stderr)
             return 0 if saved else 1
 
     # 5) a text that the model writes, the result, and the weights for transformers
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    entry = progress["entry"]
-    if not config.eval_only:
+    is_finite = progress["entry"].get("param_norm", 0.0) is not None  # None stands for nan
+    if config.eval_only:
+        progress["entry"] = evaluate_only(model, val_tokens, progress["step"], config, device)
+    else:
         on_rank_0(release, mark)
-    elif config.eval_steps:
-        entry["val_loss"] = evaluate(model, val_tokens, config, device)
-        say(f"step {progress['step']} | val loss {entry['val_loss']:.4f}")
     n_bytes = bytes_per_param(model, gpt, optimizer) if recent else None
-    is_finite = "param_norm" not in entry or entry["param_norm"] is not None
     if config.sample_tokens and is_finite:
         say(f"sample:\n{sample(gpt, tokenizer, config, device)}")
     print_result(model, progress, recent, n_bytes, config)
@@ -439,7 +441,8 @@ NEEDS_PACKAGE = {"tensorboard": "tensorboard", "wandb": "wandb", "init_from": "s
 OF_ONE_START = {"out_dir", "resume", "eval_only", "prompt", "trace", "profile", "export_hf"}
 NOT_TO_EVALUATE = {"device", "compile", "comm_hook", "shard_size", "tensorboard", "wandb"}
 # Flags of nanoGPT whose names have nothing in common with ours.
-OF_NANOGPT = {"learning_rate": ["lr"], "gradient_accumulation_steps": ["global_batch_size"]}
+OF_NANOGPT = {"learning_rate": ["lr"], "gradient_accumulation_steps": ["global_batch_size"],
+              "start": ["prompt"]}
 
 
 def int_or_auto(text):
@@ -488,11 +491,11 @@ def parse_args(argv):
     refuse_values_of_switches(argv)
     namespace, unknown = parser.parse_known_args(argv)
     given = vars(namespace)
+    unknown_flags = [word for word in unknown if word.startswith("--")]
+    if unknown_flags:
+        parser.error("; ".join(map(explain_unknown, unknown_flags)))
     if unknown:
-        word = unknown[0].partition("=")[0].removeprefix("--")
-        similar = OF_NANOGPT.get(word) or difflib.get_close_matches(word, vars(Config()))
-        hint = did_you_mean([f"--{name}" for name in similar])
-        parser.error(f"there is no flag {unknown[0]}{hint}")
+        parser.error(f"{unknown[0]} is no flag, and there are no configuration files")
     saved = flags_of_checkpoint(given)
     config = Config(**(saved | given))
     if config.mode is None:
@@ -503,6 +506,16 @@ def parse_args(argv):
     for name, value in vars(config).items():
         check_value(parser, name, value)
     return config
+
+
+def explain_unknown(word):
+    """What to say of a flag that there is not."""
+    name = word.partition("=")[0].removeprefix("--")
+    similar = OF_NANOGPT.get(name)
+    if similar is None:
+        similar = difflib.get_close_matches(name, vars(Config()), cutoff=0.65)
+    hint = did_you_mean([f"--{flag}" for flag in similar])
+    return f"there is no flag {word}{hint}"
 
 
 def refuse_values_of_switches(argv):
@@ -538,6 +551,11 @@ def flags_of_checkpoint(given):
     folders = [pathlib.Path(given["resume"])]
     if given["resume"] == "auto":
         folders = newest_first(pathlib.Path(given.get("out_dir", Config.out_dir)))
+        if not folders:
+            return {}
+    elif not any((folders[0] / name).exists() for name in (RECORD, SUMS)):
+        others = newest_first(folders[0]) or newest_first(folders[0].parent)
+        refuse(f"--resume {folders[0]} is no checkpoint" + did_you_mean(list(map(str, others))))
     record = None
     for folder in folders:
         record = read_record(folder)
@@ -545,12 +563,12 @@ def flags_of_checkpoint(given):
             break
     if record is None:
         return {}
-    left_out = OF_ONE_START
-    if given.get("eval_only"):
-        left_out = OF_ONE_START | NOT_TO_EVALUATE
+    asks = given.get("eval_only")
+    left_out = OF_ONE_START | NOT_TO_EVALUATE if asks else OF_ONE_START
     saved = {}
     for name, value in record["config"].items():
-        if hasattr(Config, name) and name not in left_out:
+        is_off = name in ("eval_steps", "sample_tokens") and value == 0
+        if hasattr(Config, name) and name not in left_out and not (is_off and asks):
             saved[name] = value
     if saved["mode"] == "single":
         del saved["mode"]  # what is default without torchrun, and impossible with it
@@ -575,10 +593,15 @@ def check(config):
         raise ValueError(f"--optimizer muon does not work with --mode {config.mode}: choose zero3")
     if config.dtype == "fp16" and config.comm_hook in ("powersgd", "topk"):
         raise ValueError(f"--dtype fp16 and --comm_hook {config.comm_hook}: choose bf16")
+    if config.init_from and not os.path.isdir(config.init_from):
+        raise ValueError(f"--init_from {config.init_from} is no folder of a Llama; to go on with a "
+                         "run of this program: --resume auto")
     if config.init_from and any(getattr(config, name) for name in SIZES[:-1]):
         raise ValueError("--init_from has sizes of its own: only --block_size can be another")
-    if config.trace and (config.profile or config.max_steps < 3):
-        raise ValueError("--trace needs --max_steps 3, and cannot run beside --profile")
+    if config.min_lr is not None and config.min_lr > config.lr:
+        raise ValueError(f"--min_lr {config.min_lr} is above --lr {config.lr}")
+    if config.trace and (config.profile or config.eval_only):
+        raise ValueError("--trace cannot run beside --profile, nor with --eval_only")
     if config.eval_only:
         if config.resume is None and config.init_from is None:
             raise ValueError("--eval_only needs --resume, such as --resume out/best")
@@ -637,8 +660,10 @@ def start_process_group(config):
         n_devices[default] = torch.accelerator.device_count()
     kind = default if config.device is None else config.device
     n = n_devices.get(kind, 0)
+    if n == 0:
+        raise Stop(f"--device {kind} is not on this machine: choose {' or '.join(n_devices)}")
     if n_local > n:
-        raise Stop(f"--device {kind}: {n} for {n_local} ranks; there are {list(n_devices)}")
+        raise Stop(f"--device {kind}: torchrun started {n_local} ranks here, for {n} devices")
     device = torch.device("cpu")
     if kind != "cpu":
         device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
@@ -754,9 +779,9 @@ def prepare(config, device):
     if config.compile:
         check_compiler(device)
     if not config.eval_only:
-        os.makedirs(config.out_dir, exist_ok=True)
+        make_folder("out_dir", config.out_dir)
     if config.export_hf:
-        os.makedirs(config.export_hf, exist_ok=True)
+        make_folder("export_hf", config.export_hf)
     tokenizer = load_tokenizer(config.tokenizer)
     gpt = build_gpt(config, tokenizer)
     config.block_size = gpt.config.block_size  # that of the preset or folder, unless given
@@ -767,6 +792,13 @@ def prepare(config, device):
     return tokenizer, gpt, tokens, val_tokens
 
 
+def make_folder(flag, path):
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--{flag} {path!r}: {error.strerror}") from error
+
+
 def facts_of_run(config, gpt, tokens):
     """{name: value} of what must stay as it is when a run resumes; of an evaluation the model
     alone."""
@@ -775,7 +807,7 @@ def facts_of_run(config, gpt, tokens):
     if config.eval_only:
         del facts["seed"]
         return facts
-    return facts | dict(global_batch_size=config.global_batch_size, data_sample=fingerprint(tokens),
+    return facts | dict(global_batch_size=config.global_batch_size, dataset=fingerprint(tokens),
                         optimizer=config.optimizer)
 
 
@@ -874,6 +906,8 @@ def tokenize(text, tokenizer, config):
 def load_tokens(config, tokenizer, vocab_size):
     """Training and validation token ids, each (n,). Of a text the last tenth validates. Raises
     OSError, and ValueError where there are too few tokens or they are not the tokenizer's."""
+    if config.eval_only and not config.eval_steps:
+        return np.zeros(0, np.uint16), np.zeros(0, np.uint16)
     path = pathlib.Path(config.dataset)
     try:
         if config.dataset != "stdlib" and path.is_dir():  # nanoGPT's: uint16 and nothing else
@@ -881,9 +915,11 @@ def load_tokens(config, tokenizer, vocab_size):
             val = np.memmap(path / "val.bin", "<u2", "r")
         else:
             text = stdlib_text() if config.dataset == "stdlib" else path.read_text("utf-8")
+            if "\0" in text:
+                raise ValueError("not a text; of train.bin and val.bin give the folder")
             tokens = tokenize(text, tokenizer, config)
             train, val = np.split(tokens, [int(0.9 * len(tokens))])
-    except ValueError as error:  # not UTF-8, an empty file, half a token
+    except (ValueError, OSError) as error:  # not UTF-8, an empty file, half a token, no file
         raise ValueError(f"--dataset {path}: {error}") from error
     if not config.eval_only:
         check_tokens(train, config.global_batch_size, vocab_size, config)
@@ -896,12 +932,12 @@ def check_tokens(tokens, least, vocab_size, config):
     """Raise ValueError where there are fewer than `least` blocks, or where a sample of the tokens
     has one that the model lacks. (The loss refuses any other such token.)"""
     if count_blocks(tokens, config) < least:
-        raise ValueError(f"--dataset {config.dataset} is too short: {len(tokens)} tokens for "
-                         f"{least} blocks")
+        raise ValueError(f"--dataset {config.dataset} is too short: of {len(tokens)} tokens, where "
+                         f"{least * config.block_size + 1} are needed")
     largest = some_of(tokens).max()
     if largest >= vocab_size:
-        raise ValueError(f"--dataset {config.dataset} has token {largest}, but there are "
-                         f"{vocab_size}")
+        raise ValueError(f"--dataset {config.dataset} has token {largest}, but the model knows "
+                         f"{vocab_size}: is --tokenizer another one?")
 
 
 def some_of(tokens):
@@ -1239,6 +1275,15 @@ def evaluate(model, tokens, config, device):
     return losses.mean().item()
 
 
+def evaluate_only(model, tokens, step, config, device):
+    """--eval_only: print the validation loss -> an entry for the result. A collective."""
+    entry = dict(ranks=dict(mem_bytes=[max(gather(peak_mem_bytes(device)))]))
+    if config.eval_steps:
+        entry["val_loss"] = evaluate(model, tokens, config, device)
+        say(f"step {step} | val loss {entry['val_loss']:.4f}")
+    return entry
+
+
 def sample(gpt, tokenizer, config, device):
     """--prompt and a text that continues it, the same on all ranks. A collective, since in stage 3
     every forward gathers weights."""
@@ -1296,11 +1341,8 @@ def print_result(model, progress, recent, n_bytes, config):
     entry = progress["entry"]
     result = dict(mode=config.mode, world_size=dist.get_world_size(), steps=progress["step"],
                   train_loss=entry.get("loss"), val_loss=entry.get("val_loss"),
-                  peak_mem_bytes=None, bytes_per_param=n_bytes,
+                  peak_mem_bytes=int(entry["ranks"]["mem_bytes"][-1]), bytes_per_param=n_bytes,
                   param_sha256=param_sha256(model), threads=config.threads)
-    if "ranks" in entry:
-        least, mean, most = entry["ranks"]["mem_bytes"]
-        result["peak_mem_bytes"] = int(most)
     for name in ("tokens_per_sec", "step_ms", "comm_exposed_ms", "mfu"):
         values = [entry[name] for entry in recent]
         result[name] = np.median(values) if values else None
@@ -1375,6 +1417,16 @@ class Slice(torch.Tensor):
     def __get_tensor_shard__(self, index):
         """The memory that dcp reads from, and writes to."""
         return self.as_subclass(torch.Tensor)
+
+
+def flags_to_save(config):
+    """config for a checkpoint, from which a run may resume in another working folder."""
+    saved = dict(vars(config))
+    if config.dataset != "stdlib":
+        saved["dataset"] = os.path.abspath(config.dataset)
+    if config.init_from:
+        saved["init_from"] = os.path.abspath(config.init_from)
+    return saved
 
 
 def checkpoint_tensors(model, optimizer, gpt, config):
@@ -1573,6 +1625,10 @@ def resume(config, out_dir, mark, tensors, facts, torchrun_store):
     is_in_out_dir = folder is not None and folder.resolve().parent == out_dir
     if is_in_out_dir:
         past = record
+    elif record is not None:
+        record |= dict(best_step=0, best_val_loss=math.inf)  # the best one is not here
+    elif config.resume == "auto":
+        say(f"no checkpoint in {out_dir}: a new run begins")
     on_rank_0(rewind, out_dir, mark, past, is_in_out_dir or is_restart)
     # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
     on_rank_0(torchrun_store.set, "begun", "")
@@ -1705,7 +1761,11 @@ def start_trackers(config, mark, gpt, progress):
         if config.wandb:
             trackers.append(start_wandb(config, progress))
     if config.profile or config.trace:
-        trackers.append(start_profiler(config, gpt))
+        n_steps = config.max_steps - progress["step"]
+        if n_steps >= 3:
+            trackers.append(start_profiler(config, gpt))
+        else:  # a run that torchrun has started again must not fail here
+            say(f"no trace: it begins in the third step, and there are {n_steps} more")
     return metrics, trackers
 
 
@@ -1741,6 +1801,8 @@ def start_profiler(config, gpt):
     """--profile N: what this rank does in N steps, with the named ranges of ddp.py and zero.py, as
     out_dir/trace_rank0.json and so on. --trace: these ranges of one step, printed."""
     path = f"{config.out_dir}/trace_rank{dist.get_rank()}.json"
+    if config.profile:
+        say(f"--profile: {path}")
 
     def export_trace(profiler):
         profiler.export_chrome_trace(path)
@@ -1755,40 +1817,47 @@ def start_profiler(config, gpt):
     if config.trace:
         name_blocks(gpt)
     profiler.start()
-    if config.profile:
-        atexit.register(profiler.stop)  # if the run ends before, it writes what there is
+    atexit.register(profiler.stop)  # if the run ends before, a file has what there is
     return end_step
 
 
 def name_blocks(gpt):
     """Let a profile have an empty range where a forward or backward of a block begins."""
-    def note(text, *_):
-        with torch.profiler.record_function(text):
+    def note_forward(name, *_):
+        kind = "recompute" if in_backward() else "forward"  # with --activation_checkpointing
+        with torch.profiler.record_function(f"{kind}: {name}"):
+            pass
+
+    def note_backward(name, *_):
+        with torch.profiler.record_function(f"backward: {name}"):
             pass
 
     for i, block in enumerate(gpt.blocks):
-        block.register_forward_pre_hook(functools.partial(note, f"forward: blocks.{i}"))
-        block.register_full_backward_pre_hook(functools.partial(note, f"backward: blocks.{i}"))
+        block.register_forward_pre_hook(functools.partial(note_forward, f"blocks.{i}"))
+        block.register_full_backward_pre_hook(functools.partial(note_backward, f"blocks.{i}"))
 
 
 def print_trace(profiler):
     """Print the ranges of the step that was profiled, rank after rank, with the time since the
-    step began, and how long a wait took. A collective. On an accelerator these are the times of
+    first of them, and how long a wait took. A collective. On an accelerator these are the times of
     the CPU, which runs ahead of the device, and waits for it only where it needs a number."""
+    if not dist.is_initialized():
+        return  # the run has ended before
     lines = []
     n_lines = None  # all, or until the update; what comes later is of an evaluation
-    start_us = 0.0
+    start_us = None
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
         name = event.name.replace("Optimizer.step#", "update: ").removesuffix(".step")
         kind = name.partition(":")[0]
-        if name.startswith("ProfilerStep"):
-            start_us = event.time_range.start
-        if kind in ("forward", "backward", "start", "wait", "free", "update"):
+        if kind in ("forward", "recompute", "backward", "start", "wait", "free", "update"):
+            if start_us is None:
+                start_us = event.time_range.start
             ms = (event.time_range.start - start_us) / 1e3
             took = f", {event.time_range.elapsed_us() / 1e3:.1f} ms" if kind == "wait" else ""
             lines.append(f"rank {dist.get_rank()} {ms:9.1f} ms  {name}{took}")
         if kind == "update":
             n_lines = len(lines)
+    say("what each rank did in this step, by its own clock:")
     for lines_of_rank in gather(lines[:n_lines]):
         say("\n".join(lines_of_rank))
 
@@ -1800,6 +1869,8 @@ def print_trace(profiler):
 def run():
     """main, and what becomes of its errors -> exit status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a sample may have any character
     progress = dict(step=0, best_step=0, best_val_loss=math.inf, skipped=0, entry={}, run_id=None)
     try:
         status = main(parse_args(sys.argv[1:]), progress)

@@ -3477,8 +3477,10 @@ def checkpoints_are_asked():
             assert (found["param_sha256"] == trained["param_sha256"]) == (step == 4), name
             assert f"sample:\n{options['prompt']}" in found["stdout"], found["stdout"]
             assert view_of(out) == before, f"out_dir has changed after {name}"
-        for words in (["--resume=nowhere"], ["--resume=auto", f"--out_dir={folder}"]):
-            refused("no checkpoint", None, argv=["--eval_only", *words])
+        for word in (f"--resume={out}", f"--resume={out}/bes"):  # as people mistype it
+            refused("no checkpoint.* did you mean .*step_00000004", None, argv=[word])
+        refused("no checkpoint", None,
+                argv=["--eval_only", "--resume=auto", f"--out_dir={folder}"])
         assert view_of(out) == before, "out_dir has changed"
 
 
@@ -3656,8 +3658,8 @@ BAD = """--no_such_flag=1 | --lr=fast | --lr=nan | --lr=-1 | --max_steps=0 | --m
 --out_dir=DATA/fine.txt | --param_dtype=bf16 | --comm_hook=topk | --comm_hook=zip --mode=ddp
 --offload | --topk_ratio=2 --mode=ddp --comm_hook=topk | --dtype=fp16 --mode=ddp --comm_hook=topk
 --shard_size=1 --mode=ddp | --micro_batch_size=most | --resume=DATA/missing | --device=abacus
---optimizer=sgd | --optimizer=muon --mode=torch-fsdp | --trace --max_steps=2
---trace --profile=2 | --eval_only"""
+--optimizer=sgd | --optimizer=muon --mode=torch-fsdp 
+--trace --profile=2 | --eval_only | --init_from=gpt2 | --min_lr=1 | --dataset=DATA/bin.txt"""
 NAMED = {  # and those whose line names something else
     "--micro_batch_size=auto": "memory_limit_gb", "--wandb": "install wandb", "--beta2=1": "beta",
     "--micro_batch_size=auto --memory_limit_gb=0.2": "0.[12]", "--n_embd=1000000000000": "memory",
@@ -3665,7 +3667,8 @@ NAMED = {  # and those whose line names something else
     "--export_hf=hf": "install safetensors", "--compile": r"C\+\+ compiler",
     "--batch_size=8": "--micro_batch_size", "--max_iters=5": "--max_steps",
     "--dtype=bfloat16": "--dtype bf16", "--compile=False": "--no-compile",
-    "--learning_rate=0.1": "--lr"}
+    "--learning_rate=0.1": "--lr", "--dropout=0.1 --start=a": "dropout.*--start=a.*--prompt",
+    "config.py": "config.py", f"--resume={HERE}": "no checkpoint"}
 
 
 def bare():
@@ -3689,7 +3692,7 @@ def other_rate():
 def write_texts(folder):
     """What BAD has below DATA."""
     texts = {"empty.txt": b"", "short.txt": b"too short", "latin1.txt": b"caf\xe9" * 1000,
-             "fine.txt": b"Some text. " * 999, "0/text": b"Text 0. " * 999,
+             "bin.txt": bytes([7, 0] * 9000), "fine.txt": b"Some text. " * 999, "0/text": b"Text 0. " * 999,
              "1/text": b"Text 1. " * 999, "0/lost": b"Text. " * 999, "no_bin/text": b""}
     for name, content in (("odd", bytes(601)), ("none", b""), ("beyond", b"\xff" * 600)):
         texts |= {f"{name}/train.bin": content, f"{name}/val.bin": content}

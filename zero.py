@@ -397,8 +397,8 @@ class Unit:
         self.is_unsharded = False
         self.version = 0
 
-    def __str__(self):
-        """For errors and profiles."""
+    def __repr__(self):
+        """For errors, profiles and debuggers."""
         n_bytes = sum(bucket.n * bucket.param_dtype.itemsize for bucket in self.buckets)
         return f"{self.name} ({1e-6 * n_bytes:.2f} MB)"
 
