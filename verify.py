@@ -3573,9 +3573,8 @@ def full_log():
         os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
 
 
-def freeze(function, n, words):
-    """Plant a process that freezes in the n-th call of a function, and wakes up when another run
-    in the same out_dir has ended."""
+def freeze(function, n, folder):
+    """Plant a process that stops in the n-th call of a function, and leaves its number."""
     path, _, name = function.rpartition(".")
     owner = pkgutil.resolve_name(path)
     real = getattr(owner, name)
@@ -3583,12 +3582,26 @@ def freeze(function, n, words):
 
     def frozen(*arguments, **options):
         if next(calls) == n:
-            done = subprocess.run([sys.executable, HERE / "train.py", *words, "--resume=auto"],
-                                  capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+            (folder / "frozen").write_text(str(os.getpid()))
+            signal.raise_signal(signal.SIGSTOP)
         return real(*arguments, **options)
 
     setattr(owner, name, frozen)
+
+
+def run_over_frozen(folder, out, function, n, options, others):
+    """Start a run with options that freezes; let a run with others' options end meanwhile in the
+    same out_dir; wake it up -> how it ends."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(run_train, out, plant=partial(freeze, function, n, folder), **options)
+        number = folder / "frozen"
+        while not (number.exists() and number.read_text()) and not future.done():
+            time.sleep(0.01)
+        try:
+            finish(out, **others)
+        finally:
+            os.kill(int(number.read_text()), signal.SIGCONT)
+    return future.result()
 
 
 # Where a process freezes: in its second update, as it writes a line, as it renames a checkpoint,
@@ -3624,14 +3637,13 @@ def faults_cost_no_line(fault):
             function, n = FROZEN[fault.split()[-1]]
             if fault == "frozen in line":  # then no checkpoint is due when it wakes up
                 options["save_interval"] = 100
-            words = flags(out_dir=out, **options)
-            if fault == "frozen in rewind":
+            others = dict(options)
+            if fault == "frozen in rewind":  # where it was to move aside what is newer
                 finish(out, **options)
-                words = flags(out_dir=out, **{**options, "max_steps": STEPS + 1})
+                others["max_steps"] = STEPS + 1
+                expected = finish(folder / "alone", **others)["param_sha256"]
                 options["resume"] = out / "step_00000003"
-                expected = finish(folder / "alone", **{**options, "max_steps": STEPS + 1,
-                                                       "resume": "auto"})["param_sha256"]
-            run = run_train(out, plant=partial(freeze, function, n, words), **options)
+            run = run_over_frozen(folder, out, function, n, options, others)
             assert run.codes[0] in (1, 2) and "a later run has begun" in run.stderr[0], run
             assert "Traceback" not in run.stderr[0], run
             assert f" {STEPS}/{STEPS} " not in run.stdout[0], f"it went on: {run.stdout[0]}"
