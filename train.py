@@ -544,35 +544,47 @@ def check_value(parser, name, value):
 
 
 def flags_of_checkpoint(given):
-    """{name: value} of the flags that the run had from which --resume continues; {} without. Where
-    a checkpoint is damaged the one before will do: `newest_sound` says so."""
+    """{name: value} of the flags that the run had from which this one goes on; {} without. Where a
+    checkpoint is damaged the one before will do: `newest_sound` says so."""
     if "resume" not in given:
         return {}
-    folders = [pathlib.Path(given["resume"])]
-    if given["resume"] == "auto":
-        folders = newest_first(pathlib.Path(given.get("out_dir", Config.out_dir)))
-        if not folders:
-            return {}
-    elif not any((folders[0] / name).exists() for name in (RECORD, SUMS)):
-        others = newest_first(folders[0]) or newest_first(folders[0].parent)
-        refuse(f"--resume {folders[0]} is no checkpoint" + did_you_mean(list(map(str, others))))
+    folder = None
+    out_dir = pathlib.Path(given.get("out_dir", Config.out_dir))
+    if given["resume"] != "auto":
+        folder = pathlib.Path(given["resume"])
+        out_dir = pathlib.Path(given.get("out_dir", folder.resolve().parent))
+    # A run that torchrun has started again goes on from its own newest checkpoint. By then it may
+    # have removed the one of --resume.
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    folders = []
+    if folder is None or is_restart:
+        folders += newest_first(out_dir)
+    if folder is not None:
+        folders.append(folder)
+    if folders == [folder] and not (folder / RECORD).exists() and not (folder / SUMS).exists():
+        others = newest_first(folder) or newest_first(folder.parent)
+        hint = did_you_mean([str(other) for other in others])
+        refuse(f"--resume {folder} is no checkpoint{hint}")
     record = None
-    for folder in folders:
-        record = read_record(folder)
+    for candidate in folders:
+        record = read_record(candidate)
         if record is not None:
             break
     if record is None:
         return {}
-    asks = given.get("eval_only")
-    left_out = OF_ONE_START | NOT_TO_EVALUATE if asks else OF_ONE_START
     saved = {}
     for name, value in record["config"].items():
-        is_off = name in ("eval_steps", "sample_tokens") and value == 0
-        if hasattr(Config, name) and name not in left_out and not (is_off and asks):
+        if hasattr(Config, name) and name not in OF_ONE_START:  # an older version had other flags
             saved[name] = value
     if saved["mode"] == "single":
-        del saved["mode"]  # what is default without torchrun, and impossible with it
-    saved["out_dir"] = str(folder.resolve().parent)
+        del saved["mode"]  # the default without torchrun, and impossible with it
+    if given.get("eval_only"):
+        for name in NOT_TO_EVALUATE:
+            saved.pop(name, None)
+        for name in ("eval_steps", "sample_tokens"):
+            if saved[name] == 0:
+                del saved[name]  # what the run did without is what is asked for now
+    saved["out_dir"] = str(out_dir)
     return saved
 
 

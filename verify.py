@@ -3487,8 +3487,9 @@ def checkpoints_are_asked():
 @check(dict(W=0))
 def resuming_takes_the_flags():
     """A run that resumes has the flags of its checkpoint, but for those that are given; it goes on
-    in the folder of the checkpoint, and in the same run of Weights & Biases. In another mode, flags
-    that only the old one has are dropped."""
+    in the folder of the checkpoint, and in the same run of Weights & Biases. So does one that
+    torchrun starts again when that checkpoint is gone. In another mode, flags that only the old one
+    has are dropped."""
     options = dict(W=2, mode="ddp", save_interval=1, global_batch_size=4, comm_hook="hierarchical",
                    node_size=1)
     with temporary() as folder:
@@ -3505,11 +3506,21 @@ def resuming_takes_the_flags():
         assert len(ids) == 3 and len(set(ids)) == 1, f"runs of Weights & Biases: {ids}"
         steps = [entry["step"] for entry in lines_of(folder / "out/metrics.jsonl")]
         assert steps == [1, 2, 3, 4], f"metrics.jsonl has steps {steps}"
-        found = finish(None, 4, argv=[f"--resume={folder}/out/step_00000004", "--mode=zero3",
-                                      "--max_steps=5", "--no-wandb"])
-        assert found["mode"] == "zero3" and found["steps"] == 5, found
+        found = finish(None, 2, argv=[f"--resume={folder}/out/gone", "--max_steps=5"],
+                       plant=start_again)
+        assert found["mode"] == "ddp" and found["steps"] == 5, found
+        found = finish(None, 4, argv=[f"--resume={folder}/out/step_00000005", "--mode=zero3",
+                                      "--max_steps=6", "--no-wandb"])
+        assert found["mode"] == "zero3" and found["steps"] == 6, found
         finish(None, 1, argv=flags(out_dir=folder / "out", wandb=True, max_steps=1), plant=log)
         assert lines_of(folder / "wandb")[-1] != ids[0], "a new run has the old one's id"
+
+
+def start_again():
+    """Plant what torchrun leaves to ranks that it starts again."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    store = dist.TCPStore("localhost", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
+    store.set("begun", "")
 
 
 def log_wandb(path):
