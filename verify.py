@@ -3506,7 +3506,7 @@ def resuming_takes_the_flags():
         assert len(ids) == 3 and len(set(ids)) == 1, f"runs of Weights & Biases: {ids}"
         steps = [entry["step"] for entry in lines_of(folder / "out/metrics.jsonl")]
         assert steps == [1, 2, 3, 4], f"metrics.jsonl has steps {steps}"
-        found = finish(None, 2, argv=[f"--resume={folder}/out/gone", "--max_steps=5"],
+        found = finish(None, 2, argv=[f"--resume={folder}/out/gone", "--max_steps=5", "--no-wandb"],
                        plant=start_again)
         assert found["mode"] == "ddp" and found["steps"] == 5, found
         found = finish(None, 4, argv=[f"--resume={folder}/out/step_00000005", "--mode=zero3",
@@ -3715,7 +3715,8 @@ def other_rate():
 def write_texts(folder):
     """What BAD has below DATA."""
     texts = {"empty.txt": b"", "short.txt": b"too short", "latin1.txt": b"caf\xe9" * 1000,
-             "bin.txt": bytes([7, 0] * 9000), "fine.txt": b"Some text. " * 999, "0/text": b"Text 0. " * 999,
+             "bin.txt": bytes([7, 0] * 9000), "fine.txt": b"Some text. " * 999,
+             "0/text": b"Text 0. " * 999,
              "1/text": b"Text 1. " * 999, "0/lost": b"Text. " * 999, "no_bin/text": b""}
     for name, content in (("odd", bytes(601)), ("none", b""), ("beyond", b"\xff" * 600)):
         texts |= {f"{name}/train.bin": content, f"{name}/val.bin": content}
