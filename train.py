@@ -19,9 +19,9 @@ of one rank, so no line asks whether there is a group.
 How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
 alone, and ranks take its micro batches in turn: any number of ranks reads the same samples in the
 same order. Nothing is divided before the gradients of all micro batches are added up, in that
-order. So in fp32 on CPU every number of ranks produces the same bits, also where it changes in the
-middle of a run. What is logged is the mean over all ranks, and every decision is taken from numbers
-that all ranks share.
+order. So in fp32 on CPU zero2 and zero3 produce the bits of one process on every number of ranks,
+also where it changes in the middle of a run; the other modes do where each rank has one micro-step.
+What is logged is the mean over all ranks, and every decision is taken from numbers that all share.
 
 Output: a line every few steps, out_dir/metrics.jsonl, checkpoints that any mode at any world size
 can resume, a text that the model wrote, and as the last line of stdout `RESULT {json}`, whose
@@ -186,7 +186,8 @@ def main(config, progress):
     if record is not None:
         for name in progress:
             progress[name] = record.get(name, progress[name])  # an older record may lack some
-        scaler.load_state_dict(record["scaler"])
+        if record["scaler"]:  # empty, unless that run had fp16, too
+            scaler.load_state_dict(record["scaler"])
         if config.comm_hook in ("topk", "powersgd"):
             model.comm_state.iter = progress["step"]
     device_name = introduce(gpt, tokens, config, device)
@@ -232,7 +233,7 @@ def main(config, progress):
         progress["entry"] = finite(entry)
         for track in trackers:
             track(progress["entry"])
-        if dist.get_rank() == 0 and not mark.exists():
+        if dist.get_rank() == 0 and not is_ours(mark):
             signals.append("a later run")  # the next step tells all ranks; `release` says why
 
         # write a checkpoint, on all ranks, and stop where one of them was told to; skipped steps
@@ -436,8 +437,8 @@ BELONGS = {"param_dtype": ("mode", ZERO), "reduce_dtype": ("mode", ZERO),
            "memory_limit_gb": ("micro_batch_size", ["auto"])}
 NEEDS_PACKAGE = {"tensorboard": "tensorboard", "wandb": "wandb", "init_from": "safetensors",
                  "export_hf": "safetensors"}
-# What a run does not take from the checkpoint that it resumes from; and what an evaluation does not
-# take, as it may be on another machine and on fewer ranks.
+# Flags that a run which resumes does not take from its checkpoint; and those that an evaluation
+# does not take either, as it may be on another machine and on fewer ranks.
 OF_ONE_START = {"out_dir", "resume", "eval_only", "prompt", "trace", "profile", "export_hf"}
 NOT_TO_EVALUATE = {"device", "compile", "comm_hook", "shard_size", "tensorboard", "wandb"}
 # Flags of nanoGPT whose names have nothing in common with ours.
@@ -576,13 +577,13 @@ def flags_of_checkpoint(given):
     for name, value in record["config"].items():
         if hasattr(Config, name) and name not in OF_ONE_START:  # an older version had other flags
             saved[name] = value
-    if saved["mode"] == "single":
-        del saved["mode"]  # the default without torchrun, and impossible with it
+    if saved.get("mode") == "single":
+        del saved["mode"]  # single is the default without torchrun, and impossible under it
     if given.get("eval_only"):
         for name in NOT_TO_EVALUATE:
             saved.pop(name, None)
         for name in ("eval_steps", "sample_tokens"):
-            if saved[name] == 0:
+            if saved.get(name) == 0:
                 del saved[name]  # what the run did without is what is asked for now
     saved["out_dir"] = str(out_dir)
     return saved
@@ -612,8 +613,10 @@ def check(config):
         raise ValueError("--init_from has sizes of its own: only --block_size can be another")
     if config.min_lr is not None and config.min_lr > config.lr:
         raise ValueError(f"--min_lr {config.min_lr} is above --lr {config.lr}")
-    if config.trace and (config.profile or config.eval_only):
-        raise ValueError("--trace cannot run beside --profile, nor with --eval_only")
+    if config.trace and config.profile:
+        raise ValueError("--trace cannot run beside --profile")
+    if config.eval_only and (config.trace or config.profile):
+        raise ValueError("--trace and --profile are for steps, and --eval_only makes none")
     if config.eval_only:
         if config.resume is None and config.init_from is None:
             raise ValueError("--eval_only needs --resume, such as --resume out/best")
@@ -828,7 +831,7 @@ def facts_of_start(mark, val_tokens, config):
     facts = dict(validation=fingerprint(val_tokens), torch=torch.__version__,
                  numpy=np.__version__)
     if mark is not None and config.save_interval > 0:  # each rank writes its part of a checkpoint
-        facts["out_dir"] = "rank 0's" if mark.exists() else "another folder"
+        facts["out_dir"] = "rank 0's" if is_ours(mark) else "another folder"
     return facts
 
 
@@ -1471,14 +1474,24 @@ def checkpoint_tensors(model, optimizer, gpt, config):
 def claim(out_dir):
     """Make the mark of this run in out_dir -> its path. A collective."""
     mark = out_dir / f".run_{from_rank_0(os.urandom(8).hex())}"
-    on_rank_0(mark.mkdir)
+    on_rank_0(make_mark, mark)
     return mark
+
+
+def make_mark(mark):
+    """A folder with a file: dcp would make the folder anew when it writes a checkpoint there."""
+    mark.mkdir()
+    (mark / "mark").touch()
+
+
+def is_ours(mark):
+    return (mark / "mark").exists()
 
 
 def still_ours(mark):
     """Raise OSError if a later run has removed the mark."""
-    if not mark.exists():
-        raise OSError(f"a later run has begun in {mark.parent}")
+    if not is_ours(mark):
+        raise OSError(f"a later run has begun in {mark.parent}, or {mark.name} was removed")
 
 
 def release(mark):
@@ -1522,7 +1535,7 @@ def read_record(folder):
     try:
         if sha256_line(folder / RECORD) in expected_checksums(folder):
             return json.loads((folder / RECORD).read_text())
-    except OSError:
+    except (OSError, ValueError):
         pass
     return None
 
@@ -1545,23 +1558,25 @@ def save_checkpoint(out_dir, mark, tensors, record, metrics):
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
         on_rank_0((unfinished / RECORD).write_text, json.dumps(record, indent=1))
         on_rank_0((unfinished / SUMS).write_text, "\n".join(checksums(unfinished)))
-        on_rank_0(publish, unfinished, folder, metrics)
+        on_rank_0(publish, mark, unfinished, folder, metrics)
         on_rank_0(tidy, out_dir, mark, record["best_step"], record["config"]["keep_last"])
         return True
     except (dcp.CheckpointException, Stop) as error:
         # The last line, since dcp's error has the tracebacks of all ranks.
         say(f"train.py: step {record['step']}: the checkpoint failed, earlier ones are as they "
             f"were: {str(error).strip().splitlines()[-1]} (is the disk full, or gone?)", sys.stderr)
-        on_rank_0(shutil.rmtree, unfinished, True)
+        # dcp may have made the folder of a mark anew that is gone.
+        on_rank_0(shutil.rmtree, unfinished if is_ours(mark) else mark, True)
         return False
 
 
-def publish(unfinished, folder, metrics):
+def publish(mark, unfinished, folder, metrics):
     """Rank 0: dcp has put its files on disk. Do so with the rest, and with the metrics up to here,
     which a run that resumes keeps; then the rename makes it count."""
     metrics.sync()
     for path in (unfinished / RECORD, unfinished / SUMS, unfinished):
         fsync(path)
+    still_ours(mark)
     unfinished.rename(folder)
     fsync(folder.parent)
 
@@ -1572,6 +1587,8 @@ def tidy(out_dir, mark, best_step, keep_last):
     still_ours(mark)
     best = out_dir / f"step_{best_step:08d}"
     link = out_dir / "best"
+    if link.is_dir() and not link.is_symlink():  # as in a copy that has followed the link
+        link.rename(out_dir / time.strftime("earlier_best_%Y%m%d_%H%M%S"))
     link.unlink(missing_ok=True)
     if best.exists():  # there is no step 0, which means none
         link.symlink_to(best.name)
@@ -1891,9 +1908,9 @@ def run():
     except Exception as error:
         if not explains_itself(error):
             sys.excepthook(*sys.exc_info())
-        rank, text = os.environ.get("RANK", 0), " ".join(str(error).split())
+        rank = os.environ.get("RANK", 0)
         print(f"train.py: rank {rank} failed in step {progress['step']}: {type(error).__name__}: "
-              f"{text}", file=sys.stderr, flush=True)
+              f"{one_line(error)}", file=sys.stderr, flush=True)
         os._exit(1)  # at once, which closes its connections: that is how other ranks come to know
     # FSDP2's modules hold the group in a cycle: uncollected, its threads outlive the interpreter.
     gc.collect()
@@ -1909,8 +1926,13 @@ def refuse(error, status=2):
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(5)
     with contextlib.suppress(OSError):  # a full disk
-        print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"train.py: {one_line(error)}", file=sys.stderr, flush=True)
     os._exit(status)
+
+
+def one_line(error):
+    """Its text, of which a compiler's may be very long."""
+    return " ".join(str(error).split())[:2000]
 
 
 def explains_itself(error):

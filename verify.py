@@ -3512,6 +3512,9 @@ def resuming_takes_the_flags():
         found = finish(None, 4, argv=[f"--resume={folder}/out/step_00000005", "--mode=zero3",
                                       "--max_steps=6", "--no-wandb"])
         assert found["mode"] == "zero3" and found["steps"] == 6, found
+        shutil.copytree(folder / "out", folder / "copy")  # where `best` is no link
+        finish(None, 1, argv=["--resume=auto", f"--out_dir={folder}/copy", "--max_steps=7",
+                              "--mode=single", "--dtype=fp16", "--no-wandb"])
         finish(None, 1, argv=flags(out_dir=folder / "out", wandb=True, max_steps=1), plant=log)
         assert lines_of(folder / "wandb")[-1] != ids[0], "a new run has the old one's id"
 
@@ -3615,14 +3618,15 @@ def run_over_frozen(folder, out, function, n, options, others):
     return future.result()
 
 
-# Where a process freezes: in its second update, as it writes a line, as it renames a checkpoint,
-# and, when it resumes, as it moves aside what is newer.
-FROZEN = {"update": ("torch.optim.AdamW.step", 2), "line": ("model.GPT.flops_per_token", 2),
+# Where a process freezes: as it begins to write a checkpoint, in its second update, as it writes a
+# line, as it renames a checkpoint, and, when it resumes, as it moves aside what is newer.
+FROZEN = {"save": ("torch.distributed.checkpoint.save", 2),
+          "update": ("torch.optim.AdamW.step", 2), "line": ("model.GPT.flops_per_token", 2),
           "publish": ("pathlib.Path.rename", 2), "rewind": ("time.strftime", 1)}
 
 
 @check(*grid(W=(0,), fault=("power cut", "full disk", "full log", "frozen in update",
-                            "frozen in publish", "frozen in rewind")),
+                            "frozen in save", "frozen in publish", "frozen in rewind")),
        *only_full(grid(W=(0,), fault=("frozen in line",))))
 def faults_cost_no_line(fault):
     """After a power cut, which takes what was not synced; after a full disk, that took half a line;
