@@ -1479,7 +1479,8 @@ def claim(out_dir):
 
 
 def make_mark(mark):
-    """A folder with a file: dcp would make the folder anew when it writes a checkpoint there."""
+    """A folder with a file in it, which counts: the folder alone dcp would make anew as it writes a
+    checkpoint there, when a later run has removed it."""
     mark.mkdir()
     (mark / "mark").touch()
 
