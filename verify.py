@@ -26,7 +26,7 @@ A check is a function that all ranks of a group run at once, as training does. I
 it is the world size W and the arguments. (pytest would need a plugin for ranks.) Three rows run at
 once. A row that hangs, or whose rank dies, fails by name in time, and the rest runs.
 
-Cost: 22 processes of 210 MB, most of it shared; under two minutes on two cores.
+Cost: 22 processes of 210 MB, most of it shared; about three minutes on two cores.
 """
 
 import argparse
