@@ -3,6 +3,9 @@
 #
 #     ./bench.sh bits             the param_sha256 of every mode at 1, 2, 3, 4, 6 and 12 ranks
 #     ./bench.sh modes            time and memory of every mode, of torch's and of DeepSpeed's
+#     ./bench.sh muon             the same of Muon beside AdamW, on a small model
+#     ./bench.sh memory           parameters, gradients and optimizer state of a rank, drawn in
+#                                 assets/memory.svg (matplotlib)
 #     ./bench.sh scaling          weak and strong scaling
 #     ./bench.sh link 1gbit       two hosts with a slow link between them (Linux, root, iproute2)
 #     ./bench.sh gpu              all that an accelerator has to show: equal bits, speed, overlap
@@ -25,8 +28,8 @@
 # modes has the rows deepspeed1, deepspeed2 and deepspeed3 where the package deepspeed is installed:
 # pip install deepspeed. On a CPU it also needs a C++ compiler.
 #
-# Cost on two cores: modes half an hour, scaling 20 minutes, bits 10, the others about 5; gpu 3 on
-# two simulated devices, where it takes the tiny model since they have little memory.
+# Cost on two cores: modes half an hour, scaling 20 minutes, bits and muon 10, the others about 5;
+# gpu 3 on two simulated devices, where it takes the tiny model since they have little memory.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -69,6 +72,20 @@ modes)
         ROWS+=(deepspeed1 deepspeed2 deepspeed3)
     fi
     FLAGS+=("${SMALL[@]}")
+    ;;
+muon)  # Muon multiplies in bf16, for which most CPUs take long: hence train.py's smallest model
+    ROWS=(single torch-ddp ddp zero1 zero2 zero3)
+    for mode in single torch-ddp ddp zero1 zero2 zero3; do
+        ROWS+=("$mode --optimizer muon")
+    done
+    FLAGS+=(--block_size 64 --max_steps 8)
+    ;;
+memory)
+    python -c 'import matplotlib' &> /dev/null || die "memory draws: pip install matplotlib"
+    WORLDS=4
+    ROUNDS=1
+    ROWS=(ddp zero1 zero2 zero3)
+    FLAGS+=("${SMALL[@]}" --max_steps 4 --profile 1)
     ;;
 scaling)  # 1024 tokens a rank: bound by computing
     LABELS=(weak strong)
@@ -229,13 +246,14 @@ def speedup(key):
     return median(key, "tokens_per_sec") / median((label, row, 1), "tokens_per_sec")
 
 
-# The same row in torch; without the row's flags where torch's mode did not run with them.
+# The same row in torch; without the row's flags where torch's mode did not run with them, unless
+# they change what is computed.
 def counterpart(key):
     label, row, W = key
     mode, *flags = row.split()
     name = COUNTERPARTS.get(mode, "")
     with_flags = label, " ".join([name, *flags]), W
-    if with_flags in runs:
+    if with_flags in runs or "--optimizer" in flags:
         return with_flags
     return label, name, W
 
@@ -288,7 +306,7 @@ def chart(label):
 if runs:
     if command in ("bits", "gpu"):
         bits()
-    if command in ("modes", "scaling", "link", "gpu"):
+    if command in ("modes", "muon", "memory", "scaling", "link", "gpu"):
         steps()
     if command == "scaling":
         for label in labels:
@@ -327,7 +345,7 @@ launch() {  # LABEL ROW W BATCH: RESULT lines for the table, or why there are no
     local mode program why
     read -ra mode <<< "$row"  # a mode, and the row's flags
     case "$COMMAND $row" in
-    timeline*) program=(assets/timeline.py run) ;;
+    timeline* | memory*) program=(assets/timeline.py run) ;;
     *" deepspeed"*) program=(assets/deepspeed_rows.py) ;;
     *) program=(train.py) ;;
     esac
@@ -451,6 +469,9 @@ done
         python assets/timeline.py overlap "${traces[@]}"
     fi
 } | tee "out/bench/$COMMAND.md"
+if [[ $COMMAND == memory ]]; then
+    python assets/charts.py memory
+fi
 if [[ $COMMAND == timeline ]]; then
     for row in "${ROWS[@]}"; do
         if [[ -e "out/bench/$row, W=2, rank 1.json" ]]; then
