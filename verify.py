@@ -3872,6 +3872,74 @@ def bench_makes_tables():
             assert done.returncode == 2 and fact in done.stderr, f"{words}: {done.stderr}"
 
 
+class ThreeParameters(nn.Module):
+    """Of the README's step with numbers. Sample x has the gradients 1 x, 2 x, ... 8 x."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor([10.0, 20, 30, 40, 50]))
+        self.second = nn.Parameter(torch.tensor([60.0, 70]))
+        self.third = nn.Parameter(torch.tensor([80.0]))
+
+    def forward(self, x):
+        parameters = torch.cat((self.first, self.second, self.third))
+        return (parameters * torch.arange(1, 9)).sum() * x
+
+
+def two_chunks(values):
+    """Eight values -> both chunks of a bucket; four, this rank's -> its chunk, and None."""
+    if len(values) == 8:
+        return values[:4], values[4:]
+    return (values, None) if dist.get_rank() == 0 else (None, values)
+
+
+def assert_in_readme(kind, values):
+    """The README has a line with a kind of values, and what rank 0 and rank 1 have of them."""
+    texts = []
+    for chunk in two_chunks(values):
+        numbers = [] if chunk is None else chunk.tolist()
+        texts.append(" ".join(f"{number:.0f}" for number in numbers))
+    of_ranks = gather(" | ".join(texts))
+    row = " ".join([kind, *" ".join(of_ranks).split()])
+    lines = (HERE / "README.md").read_text().splitlines()
+    assert row in [" ".join(line.split()) for line in lines], f"the README does not have: {row}"
+
+
+@check(*(dict(W=2, mode=mode) for mode in ("ddp", "zero1", "zero2", "zero3")))
+def readme_has_these_numbers(mode):
+    """The README's step with numbers is what buffers hold, without the gaps that align them."""
+    filled = []  # the gradients before they are sent
+
+    def note(reduce, bucket):
+        filled.append(bucket.gradients.clone())
+        return reduce(bucket)
+
+    def parameters():
+        if mode == "ddp":
+            return torch.cat([p.detach() for p in reversed(list(model.parameters()))])
+        return bucket.sharded if bucket.unsharded is None else bucket.unsharded
+
+    with mock.patch.multiple("zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4):
+        model = {"ddp": DDP, **STAGES}[mode](ThreeParameters())
+    bucket, = model._buckets
+    optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
+    assert_in_readme("parameters", parameters())
+    with mock.patch.object(model, "_reduce", partial(note, model._reduce)):
+        model(2 + 4 * dist.get_rank()).backward()
+    assert_in_readme("gradients", filled[0])
+    is_whole = mode in ("ddp", "zero1")
+    assert_in_readme("gradients", bucket.gradients if is_whole else bucket.sharded_gradients)
+    optimizer.step()
+    momentum = []
+    for p in reversed(list(model.parameters())):
+        momentum.append(optimizer.state[p]["momentum_buffer"])
+    assert_in_readme("momentum", torch.cat(momentum))
+    assert_in_readme("parameters", parameters())
+    with torch.no_grad():
+        model(0)
+    assert_in_readme("parameters", parameters())
+
+
 def is_caught(file, old, new, name):
     """Whether a check fails in a copy of the tree in which a file has new for old: a check that
     passes on broken code is worth nothing."""

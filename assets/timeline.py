@@ -240,11 +240,14 @@ TRACKS = 8  # of what is on its way, below what a rank does
 
 
 def label_of(span):
-    """The number of the block that a bar belongs to; nothing for a wait, and beside blocks."""
+    """The number of the block that a bar belongs to, or whose parameter is the first of its bucket.
+    "r" for the root, whose last norm begins the first bucket of DDP; nothing for a wait."""
     found = re.search(r"block\w*\W(\d+)", span.what)
-    if span.kind == "wait" or not found:
-        return ""
-    return found[1]
+    if found and span.kind != "wait":
+        return found[1]
+    if span.kind == "sent" and re.search(r"root|norm\.", span.what):
+        return "r"
+    return ""
 
 
 def draw_lane(axes, spans, begin_ms, lane):
