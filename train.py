@@ -1057,8 +1057,9 @@ def wrap(gpt, config, device):
     if config.mode in FSDP:
         # Without a mesh it takes an accelerator's, if any.
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        for module in (*model.blocks, model):
-            fully_shard(module, mesh=mesh, reshard_after_forward=config.mode == "torch-fsdp")
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=config.mode == "torch-fsdp")
+        fully_shard(model, mesh=mesh)  # by default the root stays whole, as Zero3's does
     is_ours = config.mode == "ddp" or config.mode in ZERO
     if not is_ours:
         add_our_interface(model, config)
