@@ -104,7 +104,8 @@ def make_shards(module, process_group=None):
 def reduce_gradients(shards, process_group=None):
     """After a backward: assign to each shard's `.grad` its piece of the mean over ranks, and set
     the parameter's `.grad` to None. Gradients are multiplied by 1/W, then summed in rank order. A
-    missing one counts as zero; where no rank has one the shard's is None."""
+    missing one counts as zero; where no rank has one the shard's `.grad` stays as it is. Ranks ask
+    each other only about parameters that are trained, and not at all if none is."""
     W = dist.get_world_size(process_group)
     trained = [p for p in shards if p.requires_grad]
     if not trained:
@@ -1038,21 +1039,22 @@ class PlainZero2(PlainZero1):
 # the next one. The root always is whole.
 #
 #             forward of          backward of
-#              1  2  3  4          4  3  2  1
-#   block 1    #  .  .  .          .  .  +  #     When block 2 begins its forward, it waits for the
-#   block 2    +  #  .  .          .  +  #  #     rest of its all-gather. Then that of block 3 is
-#   block 3    .  +  #  #          #  #  .  .     started, for which block 1 is freed.
-#   block 4    .  .  +  #          #  .  .  .
+#              0  1  2  3          3  2  1  0
+#   block 0    #  .  .  .          .  .  +  #     When block 1 begins its forward, it waits for the
+#   block 1    +  #  .  .          .  +  #  #     rest of its all-gather. Then that of block 2 is
+#   block 2    .  +  #  #          #  #  .  .     started, for which block 0 is freed.
+#   block 3    .  .  +  #          #  .  .  .
 #
-# A rank that skips block 2 takes part in its collectives, in the order of the others:
+# A rank that skips block 1 takes part in its collectives, in the order of the others:
 #
-#   backward of a rank that uses all   of a rank that skips block 2
-#     use 3, start 2, reduce 3           use 3, start 2, reduce 3
-#     use 2, start 1, reduce 2
-#     use 1, reduce 1                    start 1, reduce 2, use 1, reduce 1
+#   backward of a rank that uses all   of a rank that skips block 1
+#     use 2, start 1, reduce 2           use 2, start 1, reduce 2
+#     use 1, start 0, reduce 1
+#     use 0, reduce 0                    start 0, reduce 1, use 0, reduce 0
 #
 # use: wait for its all-gather; start: start that; reduce: start its reduce-scatter. The rank on the
-# right has no gradients of 2 to wait for. Yet it may reduce 2 only after it has started 1.
+# right has no gradients of 1 to wait for. Yet it may reduce 1 only after it has started 0: when a
+# weight of 0 is asked for, `_unshard_and_wait` finds 0 still in the order.
 
 
 class PlainZero3(PlainZero2):
@@ -1108,7 +1110,7 @@ class PlainZero3(PlainZero2):
     def _prefetch_next(self):
         """Take the first unit off the prefetch order, note it as last prefetched, and unshard it.
 
-        It may be whole already, and be the older one of the two: so is block 3 above when block 4
+        It may be whole already, and be the older one of the two: so is block 2 above when block 3
         begins its backward. Then make it the newer one: it is needed next. (A rank that skipped it
         unshards it now, and there it is the newer one, too. All ranks must free the same unit
         next.) In a backward, at last, launch the buckets that only waited for this: see
@@ -1126,8 +1128,8 @@ class PlainZero3(PlainZero2):
     def _unshard(self, unit):
         """Unless unit is unsharded: free the older unit; now unit is the newer one, and the one
         that was newer is the older. (The root is neither.) Allocate (n,) in param_dtype for all
-        of unit's buckets first: running out of memory must leave none half changed. That is
-        bucket.unsharded; note in `_bucket_at_memory` whose it is, by `untyped_storage()._cdata`.
+        of unit's buckets before any gets one: running out of memory must leave none of them half
+        changed. That is bucket.unsharded; note in `_bucket_at_memory` whose it is, by `untyped_storage()._cdata`.
         Then gather as stage 1."""
         if unit.is_unsharded:
             return
