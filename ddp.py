@@ -615,8 +615,11 @@ class Reducer(torch.nn.Module):
                 return
             backward.to_launch.pop(0)
             for p in bucket.slots:
+                if p in backward.locally_used:
+                    continue
                 # This backward has brought no gradient of p, but no_sync() may have held one back.
-                if p not in backward.locally_used and bucket.put(p, backward.scale):
+                was_held = bucket.put(p, backward.scale)
+                if was_held:
                     backward.locally_used.add(p)
             what = f"reduce {bucket}"
             with torch.profiler.record_function(f"start: {what}"):
