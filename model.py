@@ -167,6 +167,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, cos, sin):
+        """x (B, T, C) -> (B, T, C). Add to x the attention of its norm; then add to that the MLP
+        of the norm of that. The norms come first, so the sum runs through all blocks unchanged."""
         x = x + self.attn(self.attn_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
 
