@@ -3837,7 +3837,7 @@ def readme_commands_run(package=None):
                 result = finish(None, W, argv=shortened(words[words.index("train.py") + 1:]),
                                 plant=partial(os.chdir, folder))
                 assert result["world_size"] == W and math.isfinite(result["val_loss"]), line
-        own, _, muon = blocks_of("python")
+        own, muon, _ = blocks_of("python")
         with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
         with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
         with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
