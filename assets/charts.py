@@ -111,6 +111,9 @@ def draw_link(paths):
             names.append(f"{mode}, {flags[1]}" if flags else mode)
         draw_bars(axes, names, [times[row, 2] for row in rows])
         axes.set_xscale("log")
+        axes.set_xlim(500, 80_000)  # the same on all panels, with room for the numbers
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_minor_formatter("")
         axes.set_title(first["label"], fontsize=10)
         axes.set_xlabel("ms a step (logarithmic)")
     save(figure, "link")
