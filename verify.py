@@ -4150,6 +4150,8 @@ class Ranks:
         for pid in self.pids:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+        for pool in self.pools:
+            pool.shutdown()  # else its thread may run into the end of this process, and write of it
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
