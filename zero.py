@@ -1129,8 +1129,8 @@ class PlainZero3(PlainZero2):
         """Unless unit is unsharded: free the older unit; now unit is the newer one, and the one
         that was newer is the older. (The root is neither.) Allocate (n,) in param_dtype for all
         of unit's buckets before any gets one: running out of memory must leave none of them half
-        changed. That is bucket.unsharded; note in `_bucket_at_memory` whose it is, by `untyped_storage()._cdata`.
-        Then gather as stage 1."""
+        changed. That is bucket.unsharded; note in `_bucket_at_memory` whose it is, by
+        `untyped_storage()._cdata`. Then gather as stage 1."""
         if unit.is_unsharded:
             return
         if unit is not self._root:
