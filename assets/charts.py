@@ -62,6 +62,8 @@ def step_times(path):
         run = json.loads(line)
         if "failed" not in run:
             times.setdefault((run["row"], run["W"]), []).append(run["step_ms"])
+    if not times:
+        refuse(f"{path} has no run that went through")
     return {key: statistics.median(values) for key, values in times.items()}
 
 
@@ -87,6 +89,8 @@ def draw_modes():
     """Step times of all modes, a panel for each W."""
     times = step_times(BENCH / "modes.jsonl")
     worlds = sorted({W for row, W in times if W > 1})
+    if not worlds:
+        refuse("out/bench/modes.jsonl has no run on several ranks")
     pyplot = pyplot_on_nothing()
     figure, panels = pyplot.subplots(1, len(worlds), figsize=(9, 3.6), sharey=True, squeeze=False)
     for axes, W in zip(panels[0], worlds):
@@ -102,9 +106,10 @@ def draw_link(paths):
     pyplot = pyplot_on_nothing()
     figure, panels = pyplot.subplots(1, len(paths), figsize=(9, 3), sharey=True, squeeze=False)
     for axes, path in zip(panels[0], paths):
-        first = json.loads(path.read_text().splitlines()[0])
         times = step_times(path)
-        rows = [row for row, _ in times]
+        rows = [row for row, W in times if W == 2]
+        if len(rows) < len(times):
+            refuse(f"{path} is not of ./bench.sh link, which has two ranks")
         names = []
         for row in rows:
             mode, *flags = row.split()
@@ -114,7 +119,8 @@ def draw_link(paths):
         axes.set_xlim(500, 80_000)  # the same on all panels, with room for the numbers
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.xaxis.set_minor_formatter("")
-        axes.set_title(first["label"], fontsize=10)
+        label = json.loads(path.read_text().splitlines()[0])["label"]
+        axes.set_title(label, fontsize=10)
         axes.set_xlabel("ms a step (logarithmic)")
     save(figure, "link")
 
