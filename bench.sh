@@ -246,8 +246,8 @@ def speedup(key):
     return median(key, "tokens_per_sec") / median((label, row, 1), "tokens_per_sec")
 
 
-# The same row in torch; without the row's flags where torch's mode did not run with them, unless
-# they change what is computed.
+# The same row in torch; without the row's flags where torch's mode did not run with them. But a row
+# with another optimizer is compared only with that optimizer.
 def counterpart(key):
     label, row, W = key
     mode, *flags = row.split()
@@ -256,6 +256,13 @@ def counterpart(key):
     if with_flags in runs or "--optimizer" in flags:
         return with_flags
     return label, name, W
+
+
+# One process alone, with the row's optimizer.
+def alone(key):
+    label, row, W = key
+    mode, *flags = row.split()
+    return label, " ".join(["single", *flags]) if "--optimizer" in flags else "single", W
 
 
 # Efficiency is over W processes that do not communicate.
@@ -267,7 +274,7 @@ def steps():
                 continue
             label, row, W = key
             step_ms, low, high = quartiles(key, "step_ms")
-            alone_ms = median((label, "single", W), "step_ms")
+            alone_ms = median(alone(key), "step_ms")
             torchs_ms = median(counterpart(key), "step_ms")
             lines.append([
                 label or "-", row, W,
@@ -400,6 +407,8 @@ while (($#)); do
         exit
         ;;
     *" --mode" | *" --global_batch_size") die "$COMMAND sets $1 itself" ;;
+    "link --worlds" | "timeline --worlds") die "$COMMAND has two ranks" ;;
+    "memory --worlds" | "memory --modes") die "memory draws all stages on four ranks" ;;
     *" --worlds" | *" --rounds" | *" --modes" | *" --micro_batch_size")
         (($# > 1)) || die "$1 needs a value"
         case $1 in

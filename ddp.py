@@ -607,7 +607,8 @@ class Reducer(torch.nn.Module):
 
     def _launch_ready_buckets(self, at_end=False):
         """Start to reduce buckets, as far as they are ready. In their order, which all ranks have
-        in common; the order in which they fill may differ. At the end all of them go."""
+        in common; the order in which they fill may differ. At the end all of them go. What this
+        backward has not reached gets what no_sync() has held back for it, or zeros."""
         backward = self._backward
         while backward.to_launch:
             bucket = backward.to_launch[0]
@@ -892,7 +893,8 @@ class HierarchicalState:
         group = process_group or dist.group.WORLD
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         if node_size < 1 or len(ranks) % node_size > 0:
-            raise ValueError(f"{len(ranks)} ranks do not divide into nodes of {node_size}")
+            raise ValueError(f"{len(ranks)} ranks do not divide into groups of {node_size} (node_size, "
+                             "or shard_size)")
         place = rank % node_size
         first = rank - place
         # Backend and timeout of the group; new_group() would take the world's, and 30 minutes.

@@ -3887,7 +3887,8 @@ class ThreeParameters(nn.Module):
 
 
 def two_chunks(values):
-    """Eight values -> both chunks of a bucket; four, this rank's -> its chunk, and None."""
+    """Values of a bucket, by chunk: of all eight both chunks, of this rank's four its own, with
+    None for the other."""
     if len(values) == 8:
         return values[:4], values[4:]
     return (values, None) if dist.get_rank() == 0 else (None, values)

@@ -634,8 +634,10 @@ class PlainZero1(Reducer):
         """Divide submodules and parameters among the root and a unit for each of modules."""
         names = {m: name for name, m in self.module.named_modules()}
         modules = set(modules)
-        if not modules <= names.keys() - {self.module}:
-            raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module")
+        for m in modules:
+            if m not in names or m is self.module:
+                raise ValueError(f"{self._get_name()}: units= takes submodules of the module, and "
+                                 f"{m} is none")
         self._root = Unit("the root", self.module, self._full_parameters_tag + 1)
         self._units = [self._root]
         unit_of = {}  # {submodule or parameter: its unit, or the root, where there are two}

@@ -1,4 +1,4 @@
-"""Pictures of what bench.sh has measured: out/bench/COMMAND.jsonl -> assets/COMMAND.svg.
+"""Pictures of what bench.sh has measured: out/bench/ -> assets/COMMAND.svg.
 
     ./bench.sh modes && python assets/charts.py modes     step time beside torch's and DeepSpeed's
     ./bench.sh memory                                     calls `python assets/charts.py memory`
@@ -55,11 +55,12 @@ def save(figure, name):
 
 def step_times(path):
     """RESULT lines of bench.sh -> {(row, W): median step time, ms}."""
-    if not path.exists():
-        refuse(f"{path} is missing: run bench.sh first")
+    try:
+        runs = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        refuse(f"{path} does not have what bench.sh writes: {error}")
     times = {}
-    for line in path.read_text().splitlines():
-        run = json.loads(line)
+    for run in runs:
         if "failed" not in run:
             times.setdefault((run["row"], run["W"]), []).append(run["step_ms"])
     if not times:
@@ -107,9 +108,10 @@ def draw_link(paths):
     figure, panels = pyplot.subplots(1, len(paths), figsize=(9, 3), sharey=True, squeeze=False)
     for axes, path in zip(panels[0], paths):
         times = step_times(path)
-        rows = [row for row, W in times if W == 2]
-        if len(rows) < len(times):
-            refuse(f"{path} is not of ./bench.sh link, which has two ranks")
+        rate = json.loads(path.read_text().splitlines()[0])["label"]
+        if not rate.endswith("bit"):
+            refuse(f"{path} is not of ./bench.sh link")
+        rows = [row for row, W in times]
         names = []
         for row in rows:
             mode, *flags = row.split()
@@ -119,8 +121,7 @@ def draw_link(paths):
         axes.set_xlim(500, 80_000)  # the same on all panels, with room for the numbers
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.xaxis.set_minor_formatter("")
-        label = json.loads(path.read_text().splitlines()[0])["label"]
-        axes.set_title(label, fontsize=10)
+        axes.set_title(rate, fontsize=10)
         axes.set_xlabel("ms a step (logarithmic)")
     save(figure, "link")
 

@@ -11,8 +11,10 @@
 trace_rank0.json and so on, of processes on one machine, whose clock they share.
 
 A range is named "kind: what". ddp.py and zero.py name the start of each collective and each wait
-for it. `run` adds forward and backward of each block, and wherever the memory that a rank holds may
-have changed an empty range "bytes: [parameters, gradients, optimizer state]", in bytes a parameter.
+for it. `run` adds forward and backward of each block; and after each module's forward, where a
+gradient arrives, and before the step an empty range "bytes: [parameters, gradients, optimizer
+state]", in bytes a parameter. Memory of collectives, and of a gradient that is not in its bucket
+yet, does not count.
 """
 
 import dataclasses
@@ -96,7 +98,6 @@ def watch(model, optimizer):
 
     for number, block in enumerate(model.module.blocks):
         name_block(block, number)
-    # What is held changes between any two of these.
     torch.nn.modules.module.register_module_forward_hook(note)
     for p in model.module.parameters():
         p.register_hook(note)
@@ -169,8 +170,12 @@ def sent_on_cpu(spans):
 
 def read_spans(path):
     """A trace -> [Span], in the order in which they start."""
+    try:
+        events = json.loads(pathlib.Path(path).read_text())["traceEvents"]
+    except (OSError, ValueError) as error:
+        refuse(f"{path} is not a trace: {error}")
     spans = []
-    for event in json.loads(pathlib.Path(path).read_text())["traceEvents"]:
+    for event in events:
         # "X" has a duration. The device's copies of the host's ranges come at other times.
         if event.get("ph") == "X" and event.get("cat") != "gpu_user_annotation":
             spans.append(read_span(event))
