@@ -262,7 +262,9 @@ def counterpart(key):
 def alone(key):
     label, row, W = key
     mode, *flags = row.split()
-    return label, " ".join(["single", *flags]) if "--optimizer" in flags else "single", W
+    if "--optimizer" in flags:
+        return label, " ".join(["single", *flags]), W
+    return label, "single", W
 
 
 # Efficiency is over W processes that do not communicate.

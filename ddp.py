@@ -893,8 +893,8 @@ class HierarchicalState:
         group = process_group or dist.group.WORLD
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         if node_size < 1 or len(ranks) % node_size > 0:
-            raise ValueError(f"{len(ranks)} ranks do not divide into groups of {node_size} (node_size, "
-                             "or shard_size)")
+            raise ValueError(f"{len(ranks)} ranks do not divide into groups of {node_size}, the "
+                             "node_size or shard_size")
         place = rank % node_size
         first = rank - place
         # Backend and timeout of the group; new_group() would take the world's, and 30 minutes.

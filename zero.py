@@ -636,8 +636,8 @@ class PlainZero1(Reducer):
         modules = set(modules)
         for m in modules:
             if m not in names or m is self.module:
-                raise ValueError(f"{self._get_name()}: units= takes submodules of the module, and "
-                                 f"{m} is none")
+                raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module: "
+                                 f"units= has a {type(m).__name__}")
         self._root = Unit("the root", self.module, self._full_parameters_tag + 1)
         self._units = [self._root]
         unit_of = {}  # {submodule or parameter: its unit, or the root, where there are two}
