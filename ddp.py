@@ -17,15 +17,15 @@ which buckets are only summed, and divides once, after the sum: see `clip_gradie
 
 How it differs from torch's: the W contributions to an element are added in rank order,
 ((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
-ring all-reduce adds in an order that depends on the position.) The oracle is `average_gradients`:
-buckets and hooks compute the same, earlier.
+ring all-reduce adds in an order that depends on the position.) oracle.py has the same in twenty
+lines: `average_gradients`. Buckets and hooks compute it, too, only earlier.
 
 Cost: 4 Psi bytes of buckets, which are the gradients (Psi: the number of parameters); 2 (W-1)/W Psi
 elements sent per rank and step; one number per parameter to agree on which were used; at W >= 3 the
 memory of a bucket, for what arrives. It works on any accelerator of torch, on the stream of the
 forward.
 
-In this order: the oracle, collectives, buckets, the reducer that ZeRO shares, `PlainDDP`, comm
+In this order: collectives, buckets, the reducer that ZeRO shares, `PlainDDP`, comm
 hooks, clipping. That is all of DDP. The last section, guards, protects from mistakes: `DDP` is
 `PlainDDP` behind `Guards`. `from ddp import PlainDDP as DDP` switches them off, and no bit changes.
 """
@@ -43,41 +43,25 @@ import torch.distributed as dist
 
 
 # -------------------------------------------------------------------------------------------------
-# the oracle
-
-
-@torch.no_grad()
-def average_gradients(module, process_group=None, divide_factor=None):
-    """Overwrite every `p.grad` of module by its mean over ranks: one collective per parameter,
-    after the backward, nothing overlaps. A collective: every rank has to call it.
-
-    divide_factor: what the sum over ranks is divided by; the number of ranks unless given. With
-    another one, call it once a step: a second call would sum again what the first has summed.
-    Each gradient is multiplied by 1 / divide_factor, then the W products are added by
-    `add_in_rank_order`. A parameter that some ranks did not use (`grad is None`) counts as zero
-    there. One that no rank used keeps `grad is None`, as in torch DDP with
-    find_unused_parameters=True: so ranks agree first, by `count_ranks`. Frozen parameters are left
-    alone. Gradients may have any strides; what is sent is contiguous.
-    """
-    W = dist.get_world_size(process_group)
-    factor = W if divide_factor is None else divide_factor
-    parameters = [p for p in module.parameters() if p.requires_grad]  # a tied weight appears once
-    if not parameters:
-        return
-    # Ranks must agree on which collectives follow, or one of them waits forever.
-    is_used = [p.grad is not None for p in parameters]
-    wait_for_counts = count_ranks(is_used, parameters[0].device, process_group)
-    for p, n_ranks in zip(parameters, wait_for_counts()):
-        if n_ranks == 0:
-            continue
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        # Before the sum, as DDP below must: at W = 2 torch adds fp16 in fp16, which could overflow.
-        # A product with 1 / factor and a division by factor round differently: DDP multiplies, too.
-        p.grad.mul_(1 / factor)
-        contributions = list(p.grad.new_empty(W, *p.shape))
-        dist.all_gather(contributions, p.grad.contiguous(), group=process_group)
-        add_in_rank_order(contributions, out=p.grad)
+# collectives
+#
+# A flat buffer is cut into W chunks, and rank r owns the r-th. With three ranks, where a1 is rank
+# a's values in chunk 1:
+#
+#             before          reduce_scatter: each owner   all_gather: each owner sends
+#                             has the sum of its chunk     its chunk to all ranks
+#   rank a    a0  a1  a2      S0  .   .                    S0  S1  S2      S0 = (a0 + b0) + c0
+#   rank b    b0  b1  b2      .   S1  .                    S0  S1  S2      S1 = (a1 + b1) + c1
+#   rank c    c0  c1  c2      .   .   S2                   S0  S1  S2      S2 = (a2 + b2) + c2
+#
+# One after the other they are an all-reduce. Each costs (W-1)/W of the buffer's elements sent.
+# Chunks are equal, or nearly so, unless the caller says where they end, as ZeRO does where no chunk
+# is to end within a parameter: then some may be empty.
+#
+# Each function starts the communication, and returns a function that waits for its end. On an
+# accelerator the current stream waits, and the CPU goes on. Call all of them on the stream of the
+# forward. On accelerators all ranks have to make all calls in one order. On CPU the tag tells
+# messages apart, so the order may differ between calls with different tags.
 
 
 def count_ranks(flags, device, process_group):
@@ -108,28 +92,6 @@ def add_in_rank_order(contributions, out):
         total += contribution
     if out.data_ptr() != total.data_ptr():
         out.copy_(total)
-
-
-# -------------------------------------------------------------------------------------------------
-# collectives
-#
-# A flat buffer is cut into W chunks, and rank r owns the r-th. With three ranks, where a1 is rank
-# a's values in chunk 1:
-#
-#             before          reduce_scatter: each owner   all_gather: each owner sends
-#                             has the sum of its chunk     its chunk to all ranks
-#   rank a    a0  a1  a2      S0  .   .                    S0  S1  S2      S0 = (a0 + b0) + c0
-#   rank b    b0  b1  b2      .   S1  .                    S0  S1  S2      S1 = (a1 + b1) + c1
-#   rank c    c0  c1  c2      .   .   S2                   S0  S1  S2      S2 = (a2 + b2) + c2
-#
-# One after the other they are an all-reduce. Each costs (W-1)/W of the buffer's elements sent.
-# Chunks are equal, or nearly so, unless the caller says where they end, as ZeRO does where no chunk
-# is to end within a parameter: then some may be empty.
-#
-# Each function starts the communication, and returns a function that waits for its end. On an
-# accelerator the current stream waits, and the CPU goes on. Call all of them on the stream of the
-# forward. On accelerators all ranks have to make all calls in one order. On CPU the tag tells
-# messages apart, so the order may differ between calls with different tags.
 
 
 def exchange(sends, receives, process_group, tag):

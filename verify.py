@@ -102,11 +102,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import ddp
-from ddp import (DDP, HierarchicalState, PlainDDP, TopKState, average_gradients,
-                 hierarchical_hook, top_k_hook)
+import oracle
+from ddp import DDP, HierarchicalState, PlainDDP, TopKState, hierarchical_hook, top_k_hook
 from model import GPT, GPTConfig, PRESETS
-from zero import (PlainZero1, PlainZero2, PlainZero3, Zero1, Zero2, Zero3, gather_parameters,
-                  make_shards, reduce_gradients)
+from oracle import average_gradients
+from zero import PlainZero1, PlainZero2, PlainZero3, Zero1, Zero2, Zero3, find_units
 
 HERE = pathlib.Path(__file__).resolve().parent
 STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
@@ -302,7 +302,7 @@ def wrapped(wrapper, name):
             t.data.fill_(7)
     task = task_of(name)
     options = {}
-    if task.units is not None and wrapper in (*STAGES, "fsdp2"):
+    if task.units is not None and wrapper in (*STAGES, *BY_HAND, "fsdp2"):
         options["units"] = task.units(module)
     if task.uncut is not None and wrapper in STAGES:
         return uncut(STAGES[wrapper], module, task.uncut(module), **options)
@@ -495,11 +495,12 @@ class Tokens(nn.Module):
     """A GPT, whose embedding is its head: used first and last, and its gradient arrives twice.
 
     compiles: torch.compile of each block, by dynamo and autograd. (A C++ compiler is for --full.)
+    options: of the GPT, such as activation_checkpointing.
     """
 
-    def __init__(self, compiles=False):
+    def __init__(self, compiles=False, **options):
         super().__init__()
-        self.gpt = small_gpt()
+        self.gpt = small_gpt(**options)
         if compiles:
             for block in self.gpt.blocks:
                 block.forward = torch.compile(block.forward, backend="aot_eager")
@@ -531,6 +532,18 @@ class Odd(nn.Module):
             x = self.sometimes(x)
         x = self.inner(x)
         return self.wide(x).square().mean() + self.sizes[2].sum() + self.sizes[3].exp().mean()
+
+
+class Even(Odd):
+    """What oracle.py can take of it: contiguous, and all ranks use the same parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner.weight = nn.Parameter(self.inner.weight.detach().contiguous())
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x, turn):
+        return super().forward(x, 0)
 
 
 class Mixed(nn.Module):
@@ -660,6 +673,8 @@ ZOO = {"gpt": Tokens, "odd": Odd, "mixed": Mixed, "experts": Experts, "caller": 
        "skipping": partial(Blocks, (0, 1, 2, 3), (0, 3), (2,), frozen=(1,))}
 MODULES = tuple(ZOO)
 ZOO["compiled"] = partial(Tokens, compiles=True)
+ZOO["even"] = Even
+ZOO["recomputed"] = partial(Tokens, activation_checkpointing=True)
 
 
 def zoo_loss(model, step, number):
@@ -704,12 +719,12 @@ def fresh(name):
 
 
 class Oracle(nn.Module):
-    """An oracle of ddp.py or zero.py, with the methods of a wrapper. Nothing happens in a backward,
-    so `distributed` calls `reduce_gradients` after it."""
+    """An oracle of oracle.py, with the methods of a wrapper. `distributed` calls
+    `reduce_gradients` after the backwards of a step."""
 
-    def __init__(self, module):
+    def __init__(self, module, shard_group=None):
         super().__init__()
-        self.module = module
+        self.module, self.shard_group = module, shard_group
 
     def forward(self, *inputs):
         return self.module(*inputs)
@@ -724,48 +739,59 @@ class Oracle(nn.Module):
 
 
 class Naive(Oracle):
-    """`average_gradients`: one collective per parameter."""
-    shard_group = None
+    """`average_gradients`: two collectives per parameter, after the backward."""
     factor = None
 
     def set_gradient_divide_factor(self, factor):
         self.factor = factor
 
     def reduce_gradients(self):
-        average_gradients(self.module, divide_factor=self.factor)
+        oracle.average_gradients(self.module, divide_factor=self.factor)
 
 
 class ByHand(Oracle):
-    """The oracle of stage 1: its shards are pieces of rows."""
+    """The three stages of oracle.py: their shards are pieces of rows."""
 
-    def __init__(self, module):
-        super().__init__(module)
-        self.shard_group = dist.group.WORLD
-        self.shards = make_shards(module)
+    def __init__(self, stage, module, units=None):
+        super().__init__(module, dist.group.WORLD)
+        self.stage = stage
+        self.shapes = {name: p.shape for name, p in module.named_parameters()}
+        oracle.make_shards(module)
+        if stage >= 2:
+            oracle.reduce_in_backward(module)
+        if stage == 3:
+            oracle.gather_when_used(module, find_units(module) if units is None else units)
 
     def forward(self, *inputs):
-        gather_parameters(self.shards)  # what the step before has changed
+        if self.stage < 3:
+            oracle.gather_parameters(self.module)  # what the step before has changed
         return self.module(*inputs)
 
     def reduce_gradients(self):
-        reduce_gradients(self.shards)
+        if self.stage == 1:
+            oracle.reduce_gradients(self.module)
+
+    def zero_grad(self, set_to_none=True):
+        for p in self.module.parameters():
+            assert p.grad is None, "a whole gradient is left"
+            p.shard.grad = None
 
     def named_parameters(self, *_, **__):
         for name, p in self.module.named_parameters():
-            yield name, self.shards[p]
+            yield name, p.shard
 
     def shard_starts(self):
         starts = {}
         rank = dist.get_rank()
         W = dist.get_world_size()
-        for name, p in self.module.named_parameters():
-            pieces = torch.arange(p.numel()).tensor_split(W)
+        for name, shape in self.shapes.items():
+            pieces = torch.arange(shape.numel()).tensor_split(W)
             starts[name] = sum(len(piece) for piece in pieces[:rank])
         return starts
 
     def full_parameters(self):
-        gather_parameters(self.shards)
-        yield from super().full_parameters()
+        for name, p in self.module.named_parameters():
+            yield name, oracle.gather(p)
 
 
 def fsdp2(module, policy=MixedPrecisionPolicy(), units=None):
@@ -824,8 +850,9 @@ plain_ddp = partial(type("DDP", (PlainDDP,), {}), find_unused_parameters=True)
 PLAIN = {"ddp": plain_ddp, "ddp, 1 kB": partial(plain_ddp, bucket_cap_mb=0.001),
          "zero1": type("Zero1", (PlainZero1,), {}), "zero2": type("Zero2", (PlainZero2,), {}),
          "zero3": type("Zero3", (PlainZero3,), {})}
+BY_HAND = {f"stage {stage} by hand": partial(ByHand, stage) for stage in (1, 2, 3)}
 WRAPPERS = {
-    "naive": Naive, "stage 1 by hand": ByHand, "ddp": our_ddp, **STAGES,
+    "naive": Naive, **BY_HAND, "ddp": our_ddp, **STAGES,
     "torch ddp": torch_ddp, "fsdp2": fsdp2,
     "fsdp2 bf16": partial(fsdp2, policy=MixedPrecisionPolicy(*BF16.values())),
     "ddp, 1 a bucket": partial(our_ddp, bucket_cap_mb=1e-6),
@@ -873,6 +900,10 @@ FLAT = ("gpt", "odd", "mixed", "lora")
 FLAT_FP32 = ("gpt", "odd", "lora")
 ORDERS = ("experts", "caller", "again", "skipping")  # units in another order on each rank
 SUMS = ("odd", "mixed")  # strides, dtypes, and parameters that some ranks have not used
+# What the stages of oracle.py can take. Not "odd", "experts" and "skipping", in which ranks use
+# different parameters or units, and some of which is not contiguous: see `Even`. And not what is
+# frozen inside a checkpoint.
+BY_HAND_TAKES = ("gpt", "even", "mixed", "lora", "caller", "again", "recomputed")
 
 
 def trains(W, wrapper, *modules, **options):
@@ -882,7 +913,10 @@ def trains(W, wrapper, *modules, **options):
 
 def full_table():
     for W in (1, 2, 3, 4):
-        yield trains(W, "stage 1 by hand", factor=None)
+        yield trains(W, "stage 1 by hand", *BY_HAND_TAKES, micro_steps=2, factor=None)
+        for wrapper in ("stage 2 by hand", "stage 3 by hand"):
+            yield trains(W, wrapper, *BY_HAND_TAKES, factor=None)
+            yield trains(W, wrapper, *BY_HAND_TAKES, micro_steps=2, each_synced=True, factor=None)
         for wrapper in ("zero2", "zero3"):
             yield trains(W, wrapper, micro_steps=3, each_synced=True)
         for wrapper in ("naive", "ddp, 1 a bucket", "ddp, 1 kB", *STAGES):
@@ -909,7 +943,9 @@ def full_table():
        trains(4, "ddp, 1 a bucket", *SUMS),
        trains(4, "zero3", "experts", "skipping"),
        # A product with 1/3 or 1/5 rounds, before the sum.
-       trains(3, "stage 1 by hand", *SUMS, factor=None),
+       trains(3, "stage 1 by hand", "even", "mixed", factor=None),
+       trains(3, "stage 2 by hand", "even", "lora", factor=None),
+       trains(2, "stage 3 by hand", "gpt", "caller", factor=None),
        trains(3, "zero1", *SUMS, factor=None),
        trains(3, "ddp, 1 kB", *SUMS, factor=None),
        trains(3, "naive", *SUMS, factor=5),
@@ -932,7 +968,7 @@ def full_table():
        *only_full(full_table()), limit_s=120)
 def bits_of_one_process(wrapper, modules, micro_steps=1, each_synced=False, factor=1,
                         optimizer=None):
-    """DDP, in buckets of any size, each stage, and the oracles of ddp.py and zero.py give the bits
+    """DDP, in buckets of any size, each stage, and the oracles of oracle.py give the bits
     of one process: any module, any number of ranks, accumulated in no_sync(), clipped. Stages 2 and
     3 do so however micro batches are dealt to ranks; with uncut parameters for Muon, Adafactor and
     LAMB, too. factor: of set_gradient_divide_factor()."""
@@ -949,6 +985,55 @@ def bits_of_one_process(wrapper, modules, micro_steps=1, each_synced=False, fact
             found = distributed(wrapper, name, micro_steps, each_synced, factor,
                                 optimizer=optimizer)
         same_bits(expected, found, f"{wrapper}, {name}", contributions)
+
+
+@check(*grid(W=(2, 3), stage=(1, 2), modules=(("even", "mixed"),)),
+       dict(W=2, stage=3, modules=("gpt", "again", "recomputed")),
+       dict(W=3, stage=3, modules=("even", "lora", "caller")),
+       *only_full(grid(W=(1, 2, 3, 4), stage=(1, 2, 3), modules=(BY_HAND_TAKES,))))
+def stages_are_the_oracles(stage, modules):
+    """Each stage ends on the bits of oracle.py's, also with two micro-steps. Not compared: modules
+    that oracle.py cannot take, which are odd, experts and skipping."""
+    for name in modules:
+        for micro_steps in (1, 2):
+            # Stage 1 adds a rank's own micro-steps first: Zero1 does so in no_sync().
+            options = dict(micro_steps=micro_steps, each_synced=stage > 1)
+            with unwritten_is_nan():
+                expected = distributed(f"stage {stage} by hand", name, **options)
+            found = distributed(f"zero{stage}", name, **options)
+            same_bits(expected, found, f"zero{stage}, {name}, {micro_steps} micro-steps")
+
+
+@check(*grid(W=(1, 2, 3)), *only_full(grid(W=(4,))))
+def oracle_has_one_hash():
+    """`python oracle.py` prints one hash for all modes if a step has one micro-step; two if it has
+    two, for `ddp` and 1, and for `single`, 2 and 3; and bytes and elements as the paper has them,
+    beside the nan of each parameter."""
+    W = dist.get_world_size()
+    share = (W - 1) / W
+    psi = sum(p.numel() for p in oracle.Model().parameters())
+    n_parameters = len(list(oracle.Model().parameters()))
+    for micro_steps in (1, 2):
+        hashes = {}
+        for mode in oracle.MODES:
+            hashes[mode], held, sent = oracle.train(mode, micro_steps)
+            parameters, gradients, adam = [n_bytes / 4 for n_bytes in held]
+            whole = dict.fromkeys(oracle.MODES, (psi, psi, 2 * psi))
+            whole["1"] = psi, psi, 2 * psi / W
+            whole["2"] = psi, psi / W, 2 * psi / W
+            whole["3"] = psi / W + n_parameters, psi / W, 2 * psi / W
+            for found, expected in zip((parameters, gradients, adam), whole[mode]):
+                rounded = 2 * n_parameters  # a piece may have one element more than another
+                assert abs(found - expected) <= rounded, f"{mode}: {held} bytes, expected {whole}"
+            least = dict(single=0, ddp=2, **{"1": 2, "2": micro_steps + 1, "3": 2 * micro_steps})
+            n_sent = sum(gather(sent)) / W
+            if mode == "3":  # and what the backward needs again
+                assert share * psi * least[mode] <= n_sent <= share * psi * 3 * micro_steps, n_sent
+            else:
+                assert abs(n_sent - share * psi * least[mode]) < 0.5, f"{mode} sends {n_sent}"
+        assert hashes["single"] == hashes["2"] == hashes["3"], hashes
+        assert hashes["ddp"] == hashes["1"], hashes
+        assert (hashes["ddp"] == hashes["2"]) == (micro_steps == 1 or W == 1), hashes
 
 
 def two_forwards(model, loss):
@@ -1328,6 +1413,8 @@ def ddp_keeps_one_gradient():
 PROOF = {
     "W ranks, in any wrapper, end on the bits of one process that runs a plain loop":
         [bits_of_one_process],
+    "Each stage ends on the bits of oracle.py, in every module that this can take":
+        [stages_are_the_oracles, oracle_has_one_hash],
     "At W = 2 torch's own wrappers end on the same bits as ours": [bits_of_torch],
     "A rank receives and holds the bytes of the ZeRO paper's formulas":
         [memory_is_the_formulas, traffic_is_the_formulas, zero3_prefetches,

@@ -36,7 +36,8 @@ Cost beside the table: during the backward three buckets of 25 MB, one that fill
 and what arrives for it (Zero1: the last); in Zero3 the root and two units; under no_sync() whole
 gradients.
 
-In this order: the oracle, which is stage 1 without overlap; buckets and units; the stages as the
+oracle.py has the three stages in a hundred lines; here is the same, only earlier. In this order:
+buckets and units; the stages as the
 paper has them: `PlainZero1`, which can be read by itself, what `PlainZero2` does otherwise, and
 what `PlainZero3` adds; the meta device. That is all of ZeRO. The last section, guards, protects
 from mistakes: `Zero3` is `PlainZero3` behind `ShardGuards`. `from zero import PlainZero3 as Zero3`
@@ -56,79 +57,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
 from ddp import (ALIGN_CHUNK_BYTES, AllReduce, Bucket, Guards, HierarchicalState, Reducer,
-                 add_in_rank_order, all_gather, broadcast, bucket_bytes, count_ranks, fill_buckets,
+                 add_in_rank_order, all_gather, broadcast, bucket_bytes, fill_buckets,
                  in_backward, reduce_scatter, round_up, weakly)
 
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
-
-
-# -------------------------------------------------------------------------------------------------
-# the oracle: stage 1, one collective per parameter, nothing overlaps
-#
-#     shards = make_shards(module)
-#     optimizer = torch.optim.AdamW(shards.values(), fused=False)
-#     loss = module(x, y)
-#     loss.backward()
-#     reduce_gradients(shards)          # each shard's `.grad` is the mean over ranks
-#     optimizer.step(); optimizer.zero_grad()
-#     gather_parameters(shards)         # module has the new weights
-#
-# Every rank computes all gradients, as in DDP. But it updates only its piece, 1/W of each
-# parameter, so it needs 1/W of the optimizer's state: P_os. The stages compute the same, earlier:
-# in buckets, during the backward and the next forward. (Their cuts are elsewhere, between chunks of
-# a bucket; an optimizer that works element by element does not see that. And they send rank 0's
-# buffers before a forward, as torch's DDP does.)
-
-
-def own_piece(t, process_group):
-    """A view of this rank's piece of t, which is contiguous: its elements are cut into W pieces by
-    `tensor_split`. It has as many dimensions as t, (n, 1, ..., 1); (n,) if t has none."""
-    pieces = t.reshape(-1).tensor_split(dist.get_world_size(process_group))
-    piece = pieces[dist.get_rank(process_group)]
-    return piece.view(-1, *[1] * (t.dim() - 1))
-
-
-@torch.no_grad()
-def make_shards(module, process_group=None):
-    """Start with rank 0's parameters and buffers -> {parameter of module: its shard}. A shard is a
-    Parameter for the optimizer, a copy of this rank's piece; frozen if the parameter is."""
-    shards = {}
-    broadcast([*module.parameters(), *module.buffers()], process_group)
-    for p in module.parameters():
-        piece = own_piece(p, process_group).clone()
-        shards[p] = torch.nn.Parameter(piece, p.requires_grad)
-    return shards
-
-
-@torch.no_grad()
-def reduce_gradients(shards, process_group=None):
-    """After a backward: assign to each shard's `.grad` its piece of the mean over ranks, and set
-    the parameter's `.grad` to None. Gradients are multiplied by 1/W, then summed in rank order. A
-    missing one counts as zero; where no rank has one the shard's `.grad` stays as it is. Ranks ask
-    each other only about parameters that are trained, and not at all if none is."""
-    W = dist.get_world_size(process_group)
-    trained = [p for p in shards if p.requires_grad]
-    if not trained:
-        return
-    is_used = [p.grad is not None for p in trained]
-    n_ranks = count_ranks(is_used, trained[0].device, process_group)()
-    for p, n in zip(trained, n_ranks):
-        if n > 0:
-            gradient = torch.zeros_like(p) if p.grad is None else p.grad
-            flat = gradient.reshape(-1) * (1 / W)
-            reduce_scatter(flat, process_group)()  # now this rank's piece of flat is the sum
-            shards[p].grad = own_piece(flat.view(p.shape), process_group).clone()  # frees flat
-        p.grad = None
-
-
-@torch.no_grad()
-def gather_parameters(shards, process_group=None):
-    """After a step: give each parameter the values that its shards have on all ranks."""
-    for p, shard in shards.items():
-        whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-        own_piece(whole, process_group).copy_(shard)
-        all_gather(whole.view(-1), process_group)()
-        p.copy_(whole)
 
 
 # -------------------------------------------------------------------------------------------------
