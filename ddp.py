@@ -202,31 +202,19 @@ def all_gather(flat, process_group=None, tag=0, cuts=None):
     return exchange([chunks[rank]] * W, chunks, process_group, tag)
 
 
-class AllReduce:
-    """Sum flat, 1-D, over ranks in place. The constructor starts the reduce-scatter. `start_gather`
-    waits for that and starts the all-gather: call it before the next bucket is started. `wait` does
-    so too, if nobody has, and waits for the end."""
-
-    def __init__(self, flat, process_group=None, tag=0):
-        self.flat, self.process_group, self.tag = flat, process_group, tag
-        self.wait_for_sum = None  # a function, at W > 2
-        self.wait_for_gather = None  # a function, once the second half has begun
-        if dist.get_world_size(process_group) > 2:
-            self.wait_for_sum = reduce_scatter(flat, process_group, tag)
-        else:
-            # Two contributions have only one order: torch's own has the right bits, and is faster.
-            work = dist.all_reduce(flat, group=process_group, async_op=True)
-            self.wait_for_gather = work.wait
-
-    def start_gather(self):
-        """Wait until this rank's chunk is summed, and start to send it, unless that was done."""
-        if self.wait_for_gather is None:
-            self.wait_for_sum()
-            self.wait_for_gather = all_gather(self.flat, self.process_group, self.tag)
-
-    def wait(self):
-        self.start_gather()
-        self.wait_for_gather()
+def all_reduce(flat, process_group=None, tag=0):
+    """Sum flat, 1-D, over ranks in place: a generator, whose first next() starts it. Where it
+    yields, communication is under way, and others may compute."""
+    if dist.get_world_size(process_group) == 2:
+        # Two contributions have only one order: torch's own has the right bits, and is faster.
+        wait = dist.all_reduce(flat, group=process_group, async_op=True).wait
+    else:
+        add = reduce_scatter(flat, process_group, tag)
+        yield
+        add()
+        wait = all_gather(flat, process_group, tag)
+    yield
+    wait()
 
 
 def broadcast(tensors, process_group):
@@ -249,7 +237,6 @@ class Slot:
     strides: tuple  # in the buffer, where there are no gaps
     start: int  # its first element in the flat buffer
     owner: torch.Tensor  # whose `.grad` becomes the mean: the parameter; in ZeRO its shard
-    taken: torch.Tensor | None = None  # in ZeRO: that `.grad`, while a bucket is being reduced
 
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's number
@@ -584,16 +571,23 @@ class Reducer(torch.nn.Module):
                 was_held = bucket.put(p, backward.scale)
                 if was_held:
                     backward.locally_used.add(p)
-            what = f"reduce {bucket}"
+            self._advance()
+            what, reduction = f"reduce {bucket}", self._reduce(bucket)
+            backward.launched.append((what, reduction))
             with torch.profiler.record_function(f"start: {what}"):
-                backward.launched.append((what, self._reduce(bucket)))
+                next(reduction)
+
+    def _advance(self):
+        """Each reduction under way goes on to its next `yield`, the oldest first, or to its end."""
+        launched = self._backward.launched
+        for what, reduction in list(launched):
+            if self._wait_for(what, lambda: next(reduction, "end")) == "end":
+                launched.remove((what, reduction))
 
     def _wait_for_buckets(self):
         """Wait for the buckets that have been launched."""
-        launched = self._backward.launched
-        while launched:
-            what, wait = launched.pop(0)
-            self._wait_for(what, wait)
+        while self._backward.launched:
+            self._advance()
 
     def _wait_for(self, what, wait):
         """Call wait(): time it, name it in a profile, and in an error."""
@@ -706,7 +700,6 @@ class PlainDDP(Reducer):
             self.forward_sync_buffers = forward_sync_buffers
             init_sync_buffers = True
         self.comm_state, self._comm_hook = None, None
-        self._all_reduce = None  # the last one that was started
         names = {}
         for name, p in self._named("parameters"):
             names.setdefault(p, name)  # of a tied one the first
@@ -763,27 +756,13 @@ class PlainDDP(Reducer):
         return super()._scale_before_sum()
 
     def _reduce(self, bucket):
-        """Start to sum bucket's gradients over ranks, in place -> a function that waits."""
-        if self._comm_hook is not None:
-            return self._call_comm_hook(bucket)
-        launched = self._backward.launched
-        if launched:
-            # While this bucket filled, the chunks of the one before have arrived: send their sum.
-            what, _ = launched[-1]
-            self._wait_for(what, self._all_reduce.start_gather)
-        self._all_reduce = AllReduce(bucket.gradients, self.process_group, self._first_tag)
-        return self._all_reduce.wait
-
-    def _call_comm_hook(self, bucket):
-        """Start the comm hook on bucket -> a function that waits for its result. One at a time and
-        in one order, since a hook may communicate while it is waited for."""
-        self._wait_for_buckets()
-        future = self._comm_hook(self.comm_state, GradBucket(bucket, self._buckets))
-
-        def wait():
+        """Sum bucket's gradients over ranks, in place."""
+        if self._comm_hook is None:
+            yield from all_reduce(bucket.gradients, self.process_group, self._first_tag)
+        else:  # one at a time: a hook may communicate while it is waited for
+            future = self._comm_hook(self.comm_state, GradBucket(bucket, self._buckets))
+            yield
             bucket.gradients[:bucket.n].copy_(future.wait())
-
-        return wait
 
     def register_comm_hook(self, state, hook):
         """From now on hook(state, bucket) -> Future reduces each bucket, taking the mean included.
@@ -881,7 +860,8 @@ def hierarchical_hook(state, bucket):
     flat = torch.nn.functional.pad(flat, (0, -n % node_size))  # to equal chunks
     reduce_scatter(flat, state.intra_node)()
     own = flat.chunk(node_size)[dist.get_rank(state.intra_node)]
-    AllReduce(own, state.inter_node).wait()
+    for _ in all_reduce(own, state.inter_node):
+        pass
     all_gather(flat, state.intra_node)()
     return completed(flat[:n])
 

@@ -56,8 +56,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ddp import (ALIGN_CHUNK_BYTES, AllReduce, Bucket, Guards, HierarchicalState, Reducer,
-                 add_in_rank_order, all_gather, broadcast, bucket_bytes, fill_buckets,
+from ddp import (ALIGN_CHUNK_BYTES, Bucket, Guards, HierarchicalState, Reducer, add_in_rank_order,
+                 all_gather, all_reduce, broadcast, bucket_bytes, fill_buckets,
                  in_backward, reduce_scatter, round_up, weakly)
 
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
@@ -269,44 +269,36 @@ class ShardedBucket(Bucket):
         slot, mean = self.slots[p], self.place_of_mean(p)
         if self.is_elsewhere(p):
             slot.owner.grad = None
-            return
-        if slot.owner.grad is not None:
-            mean += slot.owner.grad  # a loss over the shards has brought it
-        gradient = mean
-        if slot.taken is not None:
-            gradient = slot.taken
-            gradient.data = mean
-            slot.taken = None
-        slot.owner.grad = gradient
+        elif slot.owner.grad is None:
+            slot.owner.grad = mean
+        elif not self.is_home(p):
+            slot.owner.grad.data = mean.add_(slot.owner.grad)
 
-    def take_accumulated(self):
-        """[what the shards' `.grad` hold from micro-steps before, (S,)], or [] if all are None.
-        They are None from now on, or `give_mean` would add them a second time, and are kept as
-        slot.taken until then.
+    def is_home(self, p):
+        """Whether `.grad` of p's shard lies in sharded_gradients, or has no elements."""
+        gradient, mean = self.slots[p].owner.grad, self.place_of_mean(p)
+        if mean.numel() == 0:
+            return True  # by its address it would be elsewhere: that is 0 anywhere
+        return gradient is not None and gradient.data_ptr() == mean.data_ptr()
 
-        In general each is still where `give_mean` has put it: then `sharded_gradients` itself is
-        returned, and no memory is needed. (An empty part is never elsewhere.) But a script may have
-        replaced some, or set them to None: then they are copied to a new buffer of zeros.
+    def accumulated(self):
+        """[what the shards' `.grad` hold from micro-steps before, (S,), with zeros where one is
+        None], or [] if all are None. From now on they lie in sharded_gradients, for the sum.
+
+        In general all are there already, and no memory is needed. But some may be None, a script
+        may have replaced some, and in stage 1 `_prepare_for_backward` has moved them: then they are
+        copied.
         """
-        found = {}
-        for p, slot in self.slots.items():
-            slot.taken = slot.owner.grad
-            if slot.taken is not None:
-                found[p] = slot.taken
-                slot.owner.grad = None
-        if not found:
+        held = [p for p, slot in self.slots.items() if slot.owner.grad is not None]
+        if not held:
             return []
-        moved = []
-        for p in self.slots:
-            mean = self.place_of_mean(p)
-            is_there = p in found and found[p].data_ptr() == mean.data_ptr()
-            if mean.numel() > 0 and not is_there:
-                moved.append(p)
-        if not moved:
+        if all(self.is_home(p) for p in self.slots):
             return [self.sharded_gradients]
         together = torch.zeros_like(self.sharded)
-        for p, gradient in found.items():
+        for p in held:
+            gradient = self.slots[p].owner.grad
             self.shard_view(p, together).copy_(gradient)
+            gradient.data = self.place_of_mean(p)
         return [together]
 
 
@@ -354,32 +346,6 @@ def find_units(module):
     for child in module.children():
         units += find_units(child)
     return units
-
-
-class SumOverGroups:
-    """With hybrid sharding: the sum of a bucket's own chunk over the shard group, and then over
-    groups. `start` waits for the first, and starts the second; `add` waits for that, and adds."""
-
-    def __init__(self, wait_for_sum, bucket, replicate_group):
-        self.wait_for_sum = wait_for_sum  # the first, which is in place
-        self.own = bucket.own_chunk(bucket.gradients)
-        self.replicate_group = replicate_group
-        self.all_reduce = None  # the second, once it has begun
-
-    def start(self):
-        if self.all_reduce is None:
-            self.wait_for_sum()
-            self.all_reduce = AllReduce(self.own, self.replicate_group)
-
-    def add(self, out, earlier):
-        """As what `reduce_scatter` returns."""
-        self.start()
-        self.all_reduce.wait()
-        add_in_rank_order([*earlier, self.own], out)
-        # They are, or keep, views of the bucket's gradients, whose memory is to be freed.
-        self.wait_for_sum = None
-        self.own = None
-        self.all_reduce = None
 
 
 def unless_compiling(hook):
@@ -799,42 +765,31 @@ class PlainZero1(Reducer):
         6. Nothing of the bucket is unreduced any more.
         7. Free the gradients, unless sharded_gradients lies in them.
         """
-        self._wait_for_earlier()
         if bucket.sharded_gradients is None:
             self._keep_gradients(bucket)
-        for p, slot in bucket.slots.items():
-            if slot.owner.grad is not None:
-                self._backward.locally_used.add(p)
-        earlier = [t.to(self._device) for t in bucket.take_accumulated()]
         most_bytes = self._most_bytes if bucket.owners else math.inf
         add = reduce_scatter(bucket.gradients, self.shard_group, self._reduce_tag, bucket.cuts,
                              most_bytes)
+        yield
+        own = []
         if self._replicate_group is not None:
-            self._sum_over_groups = SumOverGroups(add, bucket, self._replicate_group)
-            add = self._sum_over_groups.add
+            add()
+            own.append(bucket.own_chunk(bucket.gradients))
+            sum_over_groups = all_reduce(own[0], self._replicate_group)
+            next(sum_over_groups)
+            yield
+            for _ in sum_over_groups:
+                pass
 
-        def finish():
-            add(bucket.sharded_gradients, earlier)
-            bucket.unreduced.clear()
-            if not bucket.lies_in(bucket.sharded_gradients, bucket.gradients):
-                with torch.profiler.record_function(f"free: gradients of {bucket}"):
-                    bucket.gradients = None  # until `put` gets the next one
+            def add(out, earlier):
+                add_in_rank_order([*earlier, *own], out)
 
-        return finish
-
-    def _wait_for_earlier(self):
-        """Wait for the buckets that have been launched; with hybrid sharding for all but the last,
-        whose sum over groups begins."""
-        if self._replicate_group is None:
-            self._wait_for_buckets()
-            return
-        launched = self._backward.launched
-        while len(launched) > 1:
-            what, wait = launched.pop(0)
-            self._wait_for(what, wait)
-        if launched:
-            what, _ = launched[0]  # whose sum is `_sum_over_groups`, the last one that was made
-            self._wait_for(what, self._sum_over_groups.start)
+        earlier = [t.to(self._device) for t in bucket.accumulated()]
+        add(bucket.sharded_gradients, earlier)
+        bucket.unreduced.clear()
+        if not bucket.lies_in(bucket.sharded_gradients, bucket.gradients):
+            with torch.profiler.record_function(f"free: gradients of {bucket}"):
+                bucket.gradients = None  # until `put` gets the next one
 
     def _keep_gradients(self, bucket):
         """Set bucket.sharded_gradients, (S,). Here whole gradients are kept, so the means of the
@@ -1016,10 +971,13 @@ class PlainZero3(PlainZero2):
     def _build_units(self, modules):
         """As stage 1, and what the prefetch order needs."""
         super()._build_units(modules)
-        self._prefetch_order, self._note_contexts, self._bucket_at_memory = [], [], {}
-        self._last_prefetched = None
-        self._older, self._newer = None, None
-        self._way_back = [self._root, *reversed(self._units[1:])]
+        self._note_contexts, self._bucket_at_memory = [], {}
+        self._gathered = []
+        self._plan([])
+
+    def _plan(self, units):
+        """The order in which all ranks begin to unshard; the n_begun first ones have begun."""
+        self._order, self._n_begun = units, 0
 
     def _keep_parameters(self, bucket, values):
         """Keep only the own chunk, in memory of its own."""
@@ -1035,28 +993,23 @@ class PlainZero3(PlainZero2):
         on its way while unit is in use; but only if there is a next one, if unit was the last that
         was prefetched (else the next one is on its way already), and if unit is not the older one
         of the two, as it may be after a call out of order, since then it would free itself."""
-        while unit in self._prefetch_order:
-            self._prefetch_next()
+        place = self._order.index(unit) if unit in self._order else -1
+        self._begin(place + 1)
         super()._unshard_and_wait(unit)
-        if self._prefetch_order and unit is self._last_prefetched and unit is not self._older:
-            self._prefetch_next()
+        if self._n_begun == place + 1 and (unit is self._root or unit is self._gathered[-1]):
+            self._begin(place + 2)
 
-    def _prefetch_next(self):
-        """Take the first unit off the prefetch order, note it as last prefetched, and unshard it.
-
-        It may be whole already, and be the older one of the two: so is block 2 above when block 3
-        begins its backward. Then make it the newer one: it is needed next. (A rank that skipped it
-        unshards it now, and there it is the newer one, too. All ranks must free the same unit
-        next.) In a backward, at last, launch the buckets that only waited for this: see
-        `_is_ready`.
-        """
-        unit = self._prefetch_order.pop(0)
-        self._last_prefetched = unit
-        self._unshard(unit)
-        if unit is self._older:
-            self._older, self._newer = self._newer, unit
-        if in_backward():
-            self._launch_ready_buckets()
+    def _begin(self, n):
+        """Begin to unshard the first n units of the order."""
+        while self._n_begun < min(n, len(self._order)):
+            unit = self._order[self._n_begun]
+            self._n_begun += 1
+            self._unshard(unit)
+            if unit in self._gathered:  # from before: it is needed next, so it is the newest
+                self._gathered.remove(unit)
+                self._gathered.append(unit)
+            if in_backward():
+                self._launch_ready_buckets()
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def _unshard(self, unit):
@@ -1068,8 +1021,9 @@ class PlainZero3(PlainZero2):
         if unit.is_unsharded:
             return
         if unit is not self._root:
-            self._reshard(self._older)
-            self._older, self._newer = self._newer, unit
+            if len(self._gathered) == 2:
+                self._reshard(self._gathered.pop(0))
+            self._gathered.append(unit)
         buffers = []
         for bucket in unit.buckets:
             buffers.append(torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device))
@@ -1093,7 +1047,7 @@ class PlainZero3(PlainZero2):
     def _reshard_all(self):
         for unit in self._units:
             self._reshard(unit)
-        self._older, self._newer = None, None
+        self._gathered.clear()
 
     # ---- forward and backward, in the prefetch order
 
@@ -1101,7 +1055,7 @@ class PlainZero3(PlainZero2):
         """Free all, since shards may have changed. The prefetch order is that of the units; it is
         empty if a script calls a part of the model."""
         self._reshard_all()
-        self._prefetch_order = list(self._units) if module is self.module else []
+        self._plan(self._units if module is self.module else [])
 
     def _use(self, unit):
         """As stage 1. From here to `_post_forward`, what autograd saves of whole units is a note.
@@ -1121,8 +1075,7 @@ class PlainZero3(PlainZero2):
 
     def _end_forward(self):
         """Unshard also what only other ranks use. What is whole now stays for the backward."""
-        while self._prefetch_order:
-            self._prefetch_next()
+        self._begin(len(self._order))
         super()._end_forward()
         if not torch.is_grad_enabled():
             self._reshard_all()
@@ -1131,7 +1084,7 @@ class PlainZero3(PlainZero2):
         """As stage 1. The prefetch order leads back through the units. The root is whole from here
         on."""
         super()._prepare_for_backward(task)
-        self._prefetch_order = list(self._way_back)
+        self._plan([self._root, *reversed(self._units[1:])])
         self._unshard_and_wait(self._root)
 
     def _is_ready(self, bucket):
@@ -1141,16 +1094,13 @@ class PlainZero3(PlainZero2):
         to unshard the next one before it has the gradients. A rank that skips the unit has no
         gradients to wait for, and would reduce first.
         """
-        place = self._way_back.index(bucket.unit)
-        unit_and_next = self._way_back[place:place + 2]
-        is_next_prefetched = set(unit_and_next).isdisjoint(self._prefetch_order)
-        return super()._is_ready(bucket) and is_next_prefetched
+        up_to_next = min(self._order.index(bucket.unit) + 2, len(self._order))
+        return super()._is_ready(bucket) and self._n_begun >= up_to_next
 
     def _finalize_backward(self):
         """Unshard also what only other ranks use. Then nothing is needed any more, unless this
         backward ran inside a forward."""
-        while self._prefetch_order:
-            self._prefetch_next()
+        self._begin(len(self._order))
         super()._finalize_backward()
         if not self._in_forward:
             self._reshard_all()
