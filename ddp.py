@@ -55,8 +55,7 @@ import torch.distributed as dist
 #   rank c    c0  c1  c2      .   .   S2                   S0  S1  S2      S2 = (a2 + b2) + c2
 #
 # One after the other they are an all-reduce. Each costs (W-1)/W of the buffer's elements sent.
-# Chunks are equal, or nearly so, unless the caller says where they end, as ZeRO does where no chunk
-# is to end within a parameter: then some may be empty.
+# Chunks are as nearly equal as `Tensor.tensor_split(W)` makes them.
 #
 # Each function starts the communication, and returns a function that waits for its end. On an
 # accelerator the current stream waits, and the CPU goes on. Call all of them on the stream of the
@@ -114,61 +113,43 @@ def exchange(sends, receives, process_group, tag):
     return wait
 
 
-def chunks_of(flat, cuts, W):
-    """The W chunks of flat. cuts: the W-1 places at which one ends and the next begins; None: as
-    nearly equal as `Tensor.tensor_split(W)` makes them."""
-    return flat.tensor_split(W if cuts is None else cuts)
-
-
-def is_native(flat, cuts, W):
+def is_native(flat, W):
     """Whether to use torch's own collectives. Those of accelerators require equal chunks; gloo's,
     on a CPU, take longer than `exchange`."""
-    return not flat.is_cpu and cuts is None and len(flat) % W == 0
+    return not flat.is_cpu and len(flat) % W == 0
 
 
-def reduce_scatter(flat, process_group=None, tag=0, cuts=None, most_bytes=math.inf):
+def reduce_scatter(flat, process_group=None, tag=0):
     """Start to send each rank its chunk of flat, 1-D -> a function finish(out, earlier), which
-    waits and adds. The chunks are those of `chunks_of`.
+    waits and adds.
 
     finish writes to out the sum, by `add_in_rank_order`, of the tensors in the list earlier (ZeRO
     has the sum of earlier micro-steps there), and then of what each rank has in this rank's chunk.
     Without arguments out is this rank's chunk of flat itself, so the sum is in place.
 
     Costs: the others' chunks sent, and W-1 times this rank's chunk of memory, for what arrives,
-    which finish frees. With equal chunks that is less than flat; with others it may be W-1 times as
-    much. So the chunks are sent in pieces, one after the other, so small that most_bytes arrive of
-    one. While finish adds one piece, the next one arrives, so two take memory. Only the first is on
-    its way before finish is called.
+    which finish frees.
 
     Not torch's own: that adds in an order of its own, and 16-bit numbers in 16 bits.
     """
-    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
-    if is_native(flat, cuts, W):
+    W = dist.get_world_size(process_group)
+    if is_native(flat, W):
         return reduce_scatter_at_once(flat, process_group)
-    chunks = chunks_of(flat, cuts, W)
+    return reduce_chunks(flat.tensor_split(W), process_group, tag)
+
+
+def reduce_chunks(chunks, process_group, tag):
+    """`reduce_scatter` of a buffer that the caller has cut into chunks, of any lengths."""
+    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
     own = chunks[rank]
-    longest = max(len(chunk) for chunk in chunks)
-    n_pieces = max(1, math.ceil(longest * flat.itemsize * (W - 1) / most_bytes))
-    size = max(1, math.ceil(longest / n_pieces))  # elements of a piece
-
-    def start_piece(first):
-        pieces = [chunk[first:first + size] for chunk in chunks]
-        contributions = list(flat.new_empty(W - 1, len(pieces[rank])))  # of the others
-        contributions.insert(rank, pieces[rank])  # now the r-th is rank r's
-        return exchange(pieces, contributions, process_group, tag), contributions
-
-    next_piece = start_piece(0)
+    contributions = list(own.new_empty(W - 1, len(own)))  # of the others
+    contributions.insert(rank, own)  # now the r-th is rank r's
+    wait = exchange(chunks, contributions, process_group, tag)
 
     def finish(out=own, earlier=()):
-        nonlocal next_piece
-        for first in range(0, longest, size):
-            wait, contributions = next_piece
-            wait()
-            next_piece = None  # frees what has arrived, whoever keeps this function
-            if first + size < longest:
-                next_piece = start_piece(first + size)
-            slices_of_earlier = [t[first:first + size] for t in earlier]
-            add_in_rank_order(slices_of_earlier + contributions, out[first:first + size])
+        wait()
+        add_in_rank_order([*earlier, *contributions], out)
+        contributions.clear()  # frees what has arrived, whoever keeps this function
 
     return finish
 
@@ -189,17 +170,20 @@ def reduce_scatter_at_once(flat, process_group):
     return finish
 
 
-def all_gather(flat, process_group=None, tag=0, cuts=None):
+def all_gather(flat, process_group=None, tag=0):
     """Start to fill all chunks of flat, 1-D, from the ranks that own them -> a function that waits.
-    The chunks are those of `chunks_of`. Costs W-1 times this rank's chunk sent, which is (W-1)/W of
-    flat if they are equal.
     """
     rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
-    if is_native(flat, cuts, W):
+    if is_native(flat, W):
         own = flat.view(W, -1)[rank]
         return dist.all_gather_single(flat, own, group=process_group, async_op=True).wait
-    chunks = chunks_of(flat, cuts, W)
-    return exchange([chunks[rank]] * W, chunks, process_group, tag)
+    return gather_chunks(flat.tensor_split(W), process_group, tag)
+
+
+def gather_chunks(chunks, process_group, tag):
+    """`all_gather` of chunks of any lengths. Costs W-1 times this rank's chunk sent."""
+    own = chunks[dist.get_rank(process_group)]
+    return exchange([own] * len(chunks), chunks, process_group, tag)
 
 
 def all_reduce(flat, process_group=None, tag=0):
@@ -232,6 +216,7 @@ def broadcast(tensors, process_group):
 @dataclasses.dataclass(eq=False)  # eq=False: a comparison of two would compare tensors
 class Slot:
     """What a bucket knows of one of its parameters."""
+    bucket: "Bucket"
     fqn: str  # its fully qualified name, such as "blocks.0.mlp.down.weight"
     shape: torch.Size
     strides: tuple  # in the buffer, where there are no gaps
@@ -264,13 +249,15 @@ class Bucket:
         slots        {parameter: Slot}
         gradients    the flat buffer, of n elements or a few more, so that it can be cut into
                      chunks of one size; or None while there is no memory for it
+        unreduced    parameters of which this rank has a gradient in the buffer that is not averaged
+                     yet: this backward has brought it, or one in no_sync()
     """
 
     def __init__(self, parameters, names, align=1):
-        self.slots, self.n = {}, 0
+        self.slots, self.n, self.unreduced = {}, 0, set()
         for p in parameters:
             packed = torch.empty_like(p, device="meta")  # has p's order of dimensions, and no gaps
-            self.slots[p] = Slot(names[p], p.shape, packed.stride(), self.n, owner=p)
+            self.slots[p] = Slot(self, names[p], p.shape, packed.stride(), self.n, owner=p)
             self.n += round_up(p.numel(), align)
         self.gradients = None
 
@@ -292,20 +279,18 @@ class Bucket:
         all."""
         return self.view(p, self.gradients).data
 
-    def put(self, p, scale):
-        """Write p.grad, times scale, to its place in `gradients`, and let `p.grad` be that place:
-        so the sum over ranks will be in `p.grad`, and autograd adds the next micro-step there. If
-        it is there already, `p.grad` stays the same object, as scripts keep lists of gradients. If
-        p.grad is None, as this backward did not use p, write zeros, and leave it None. Returns
-        whether there is a gradient."""
+    def put(self, p):
+        """Write p.grad to its place in `gradients`, and let `p.grad` be that place: so the sum over
+        ranks will be in `p.grad`, and autograd adds the next micro-step there. If it is there
+        already, `p.grad` stays the same object, as scripts keep lists of gradients. Note p in
+        `unreduced`. If p.grad is None, write zeros, as other ranks may have used p."""
         place = self.place_of_gradient(p)
         if p.grad is None:
-            place.zero_()  # other ranks may have used p
-            return False
-        torch.mul(p.grad, scale, out=place)  # one pass over memory, not a copy and a product
+            place.zero_()
+            return
         if p.grad.data_ptr() != place.data_ptr():
-            p.grad = place  # frees what autograd has made
-        return True
+            p.grad = place.copy_(p.grad)  # frees what autograd has made
+        self.unreduced.add(p)
 
     def give_mean(self, p):
         """Some rank has used p: its gradient is what is in the buffer."""
@@ -361,13 +346,15 @@ def weakly(method, *first):
 class Backward:
     """A backward under way, from the first sign of it to the engine's callback.
 
+    Is there a gradient of p?  `p in unready`           not yet: this backward will bring it
+                               `p in bucket.unreduced`  in the bucket, on this rank, not averaged
+                               n_ranks > 0              on some rank: its mean becomes `.grad`
+
         task          the engine's number of it
         unready       parameters whose gradient it has yet to bring
         is_averaging  whether gradients are averaged: not in no_sync(), nor in a backward that
                       reaches none of the parameters
         scale         what gradients are multiplied by before the sum
-        locally_used  parameters that this rank has used: this backward has brought a gradient, or
-                      no_sync() has held one back
         to_launch     buckets that are yet to be reduced, in order
         launched      [(what is being reduced, a function that waits for it)]
     """
@@ -377,7 +364,6 @@ class Backward:
         self.unready = unready
         self.is_averaging = len(unready) > 0
         self.scale = scale
-        self.locally_used = set()
         self.to_launch = list(buckets) if self.is_averaging else []
         self.launched = []
 
@@ -438,23 +424,30 @@ class Reducer(torch.nn.Module):
         named = getattr(self.module, f"named_{kind}")(remove_duplicate=False)
         return [(name, t) for name, t in named if name not in ignored]
 
-    def _track(self, buckets):
-        """From now on move the gradients of these buckets' parameters into them."""
+    def _track(self, buckets, frozen=()):
+        """From now on move the gradients of these buckets' parameters into them. frozen: buckets
+        whose parameters get no gradient. Both together are `_slots`, {parameter: its slot}, in the
+        order of the module."""
         self._buckets = buckets
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.slots}
-        self._names = {p: n for n, p in self.module.named_parameters() if p in self._bucket_of}
-        self._is_on_cpu = all(p.is_cpu for p in self._names)
+        slots = {}
+        for bucket in (*buckets, *frozen):
+            slots |= bucket.slots
+            # A bucket and its slots refer to each other: with this wrapper both go at once.
+            weakref.finalize(self, bucket.slots.clear)
+        self._slots = {p: slots[p] for p in self.module.parameters() if p in slots}
+        self._trained = [p for p, slot in self._slots.items() if slot.bucket in buckets]
+        self._is_on_cpu = all(p.is_cpu for p in self._trained)
         # Seconds that the training thread has waited for communication. For an accelerator's stream
         # it does not wait, and so cannot tell: nan.
         self.exposed_s = 0.0 if self._is_on_cpu else math.nan
-        for p in self._names:
+        for p in self._trained:
             self._remove_at_end(p.register_hook(weakly(self._notice_backward)))
             mark_param_ready = weakly(self._mark_param_ready)
             self._remove_at_end(p.register_post_accumulate_grad_hook(mark_param_ready))
         # AccumulateGrad is the node of the graph that adds to p.grad. Autograd would make another
         # one for each backward if nobody kept it.
         self._accumulate_grad = {
-            p: torch.autograd.graph.get_gradient_edge(p).node for p in self._names}
+            p: torch.autograd.graph.get_gradient_edge(p).node for p in self._trained}
 
     def _remove_at_end(self, handle):
         """Remove a hook, by its handle, when this wrapper is deleted."""
@@ -538,16 +531,14 @@ class Reducer(torch.nn.Module):
     def _mark_param_ready(self, p):
         """Hook of p: autograd has added all that this backward adds to `p.grad`.
 
-        p is no longer unready. Move its gradient into its bucket, times the backward's scale if
-        gradients are averaged, otherwise times 1. If there was a gradient, p is locally used. If
-        autograd has left it undefined (`p.grad` is None), p still counts as used when
-        find_unused_parameters=False, as in torch's DDP. Launch the buckets that are ready."""
-        backward = self._backward
-        backward.unready.discard(p)
-        scale = backward.scale if backward.is_averaging else 1.0
-        has_gradient = self._bucket_of[p].put(p, scale)
-        if has_gradient or not self.find_unused_parameters:
-            backward.locally_used.add(p)
+        p is no longer unready. Move its gradient into its bucket. If autograd has left it undefined
+        (`p.grad` is None), p still counts as used when find_unused_parameters=False, as in torch's
+        DDP. Launch the buckets that are ready."""
+        self._backward.unready.discard(p)
+        bucket = self._slots[p].bucket
+        bucket.put(p)
+        if not self.find_unused_parameters:
+            bucket.unreduced.add(p)
         self._launch_ready_buckets()
 
     def _is_ready(self, bucket):
@@ -565,12 +556,9 @@ class Reducer(torch.nn.Module):
                 return
             backward.to_launch.pop(0)
             for p in bucket.slots:
-                if p in backward.locally_used:
-                    continue
-                # This backward has brought no gradient of p, but no_sync() may have held one back.
-                was_held = bucket.put(p, backward.scale)
-                if was_held:
-                    backward.locally_used.add(p)
+                bucket.put(p)  # which does nothing where this backward has brought a gradient
+            if backward.scale != 1:
+                bucket.gradients.mul_(backward.scale)
             self._advance()
             what, reduction = f"reduce {bucket}", self._reduce(bucket)
             backward.launched.append((what, reduction))
@@ -619,9 +607,12 @@ class Reducer(torch.nn.Module):
             self._launch_ready_buckets(at_end=True)
             self._wait_for_buckets()
             n_ranks = self._count_ranks_that_used()
-        for p, n in zip(self._names, n_ranks):
+        for p, n in zip(self._trained, n_ranks):
             if n > 0:
-                self._bucket_of[p].give_mean(p)
+                self._slots[p].bucket.give_mean(p)
+        if backward.is_averaging:
+            for bucket in self._buckets:
+                bucket.unreduced.clear()
         self._has_averaged = backward.is_averaging
         self._backward = None
         if self._is_on_cpu:
@@ -630,9 +621,8 @@ class Reducer(torch.nn.Module):
     def _count_ranks_that_used(self):
         """[on how many ranks each parameter was used]. W for all if this rank has used all: its own
         use suffices, and it need not wait."""
-        is_used = [p in self._backward.locally_used for p in self._names]
-        device = next(iter(self._names)).device
-        wait = count_ranks(is_used, device, self.process_group)
+        is_used = [p in self._slots[p].bucket.unreduced for p in self._trained]
+        wait = count_ranks(is_used, self._trained[0].device, self.process_group)
         if not self.find_unused_parameters:
             self._unread_counts = wait
         if all(is_used):
@@ -645,9 +635,9 @@ class Reducer(torch.nn.Module):
         if wait is None:
             return
         unused = []
-        for p, n in zip(self._names, self._wait_for("agree on use", wait)):
+        for p, n in zip(self._trained, self._wait_for("agree on use", wait)):
             if n < self.world_size and p.requires_grad:
-                unused.append(self._names[p])
+                unused.append(self._slots[p].fqn)
         if unused:
             self._refuse(f"no gradient in the last backward, on some rank, for {unused}: freeze "
                          f"them, or pass find_unused_parameters=True, or use_reentrant=False")
@@ -744,9 +734,11 @@ class PlainDDP(Reducer):
         So divide it by W / factor first."""
         growth = self.world_size / self.gradient_divide_factor
         if self._has_averaged and growth != 1:
-            for p in self._names:
+            for p in self._trained:
                 if p.grad is not None:
                     p.grad.div_(growth)
+        for bucket in self._buckets:  # a script may have dropped, or assigned, some since
+            bucket.unreduced = {p for p in bucket.slots if p.grad is not None}
         super()._prepare_for_backward(task)
 
     def _scale_before_sum(self):
@@ -1024,11 +1016,11 @@ class Guards:
             fact = f"'{type(self).__name__}' object has no attribute '{name}'{hint}"
             raise AttributeError(fact, name=name, obj=self) from None
 
-    def _track(self, buckets):
-        super()._track(buckets)
+    def _track(self, buckets, frozen=()):
+        super()._track(buckets, frozen)
         # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
         # there is a weak reference.
-        self._not_to_swap = [weakref.ref(p) for p in self._names]
+        self._not_to_swap = [weakref.ref(p) for p in self._trained]
         self._given = {}  # {parameter: a weak reference to the `.grad` that its owner was given}
 
     @torch.compiler.disable
@@ -1060,22 +1052,22 @@ class Guards:
         super()._prepare_for_backward(task)
         for p, reference in self._given.items():
             kept = reference()
-            if kept is not None and kept is not self._bucket_of[p].slots[p].owner.grad:
+            if kept is not None and kept is not self._slots[p].owner.grad:
                 with torch._C.DisableTorchFunctionSubclass():
                     kept.data = kept.data.clone()  # this backward will write to the bucket
 
     def _mark_param_ready(self, p):
         is_sparse = p.grad is not None and p.grad.is_sparse
         if torch.is_grad_enabled() or is_sparse:  # create_graph=True enables it in a backward
-            self._refuse(f"{self._names[p]}: no support of create_graph and of sparse gradients")
+            self._refuse(f"{self._slots[p].fqn}: no support of create_graph and of sparse gradients")
         super()._mark_param_ready(p)
 
     def _finalize_backward(self):
         try:
             super()._finalize_backward()
         finally:  # it may raise after it has given gradients
-            for p, bucket in self._bucket_of.items():
-                gradient = bucket.slots[p].owner.grad
+            for p in self._trained:
+                gradient = self._slots[p].owner.grad
                 if gradient is not None:
                     self._given[p] = weakref.ref(gradient)
 

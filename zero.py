@@ -39,9 +39,9 @@ gradients.
 oracle.py has the three stages in a hundred lines; here is the same, only earlier. In this order:
 buckets and units; the stages as the
 paper has them: `PlainZero1`, which can be read by itself, what `PlainZero2` does otherwise, and
-what `PlainZero3` adds; the meta device. That is all of ZeRO. The last section, guards, protects
-from mistakes: `Zero3` is `PlainZero3` behind `ShardGuards`. `from zero import PlainZero3 as Zero3`
-switches them off, and no bit changes.
+what `PlainZero3` adds; the meta device; whole parameters, for Muon. That is all of ZeRO. The last
+section, guards, protects from mistakes: `Zero3` is `PlainZero3` behind `ShardGuards`. `from zero
+import PlainZero3 as Zero3` switches them off, and no bit changes.
 """
 
 import collections
@@ -56,32 +56,15 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ddp import (ALIGN_CHUNK_BYTES, Bucket, Guards, HierarchicalState, Reducer, add_in_rank_order,
-                 all_gather, all_reduce, broadcast, bucket_bytes, fill_buckets,
-                 in_backward, reduce_scatter, round_up, weakly)
+from ddp import (ALIGN_CHUNK_BYTES, Bucket, Guards, HierarchicalState, Reducer, Slot,
+                 add_in_rank_order, all_gather, all_reduce, broadcast, bucket_bytes, fill_buckets,
+                 gather_chunks, in_backward, reduce_chunks, reduce_scatter, round_up, weakly)
 
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
 
 
 # -------------------------------------------------------------------------------------------------
 # buckets and units
-#
-# Why Muon and ZeRO clash, and the way out. Muon makes the update of a matrix orthogonal, for which
-# it needs all of its gradient. A chunk of a bucket ends anywhere, so a matrix may lie half on one
-# rank and half on the next, and neither has all. FSDP's users gather each matrix for the step. Here
-# the chunks of some buckets end between parameters: `Zero3(module, uncut=matrices)`. So each matrix
-# has one rank that owns it, and updates it as one process would.
-
-
-def choose_owners(parameters, loads):
-    """{parameter: the rank that owns all of it}. The largest first, each to the rank that has least
-    so far. loads: the bytes that each rank has so far, of the whole model; they grow."""
-    owners = {}
-    for p in sorted(parameters, key=torch.numel, reverse=True):
-        rank = loads.index(min(loads))
-        owners[p] = rank
-        loads[rank] += p.nbytes
-    return owners
 
 
 class ShardedBucket(Bucket):
@@ -93,8 +76,6 @@ class ShardedBucket(Bucket):
         sharded            (S,) in the parameters' own dtype: the optimizer's shards are views of it
         gradients          (n,) in reduce_dtype: this rank's gradients, or None
         sharded_gradients  (S,) as sharded: the means; the shards' `.grad` are views of it
-        unreduced          parameters whose gradient of this backward, or of one in no_sync(), is in
-                           gradients, and is not yet reduced
 
     Whose memory is whose on rank 0 of two, where c0 and c1 are chunks of parameters, g0 and g1 of
     gradients:
@@ -108,57 +89,32 @@ class ShardedBucket(Bucket):
 
     In another dtype or on another device (offload) a chunk has memory of its own in any stage. A
     shard is this rank's part of one parameter, a view of `sharded`, and may be empty. The
-    optimizer gets it.
+    optimizer gets it. All chunks have S elements, and parameters are cut where a chunk ends:
 
-    Where chunks end:
-
-        owners  {parameter: the rank whose chunk has all of it}; or {}: then all chunks have S
-                elements, and parameters are cut where a chunk ends
-        cuts    with owners, the elements at which chunks 1 to W-1 begin, for `reduce_scatter` and
-                `all_gather`; otherwise None
-
-        three ranks   a a a b|b c c c|c d d -      owners {}: S = 4, and a gap of one at the end
-                      a a a b b|c c c c|d d        owners {a: 0, b: 0, c: 1, d: 2}; S = 5, 4, 2
+        three ranks   a a a b|b c c c|c d d -      S = 4, and a gap of one at the end
     """
 
-    def __init__(self, unit, parameters, names, W, rank, device, param_dtype, reduce_dtype, owners):
+    def __init__(self, unit, parameters, names, W, rank, device, param_dtype, reduce_dtype):
         self.unit, self.rank, self.device, self.dtype = unit, rank, device, parameters[0].dtype
         is_float = self.dtype.is_floating_point
         self.param_dtype = param_dtype if param_dtype and is_float else self.dtype
         self.reduce_dtype = reduce_dtype if reduce_dtype and is_float else self.dtype
         dtypes = self.dtype, self.param_dtype, self.reduce_dtype
         itemsize = min(dtype.itemsize for dtype in dtypes)
-        if owners:
-            parameters = sorted(parameters, key=owners.get)  # those of an owner lie together
         super().__init__(parameters, names, ALIGN_BYTES // itemsize)
         self.n = max(1, self.n)  # some memory also for parameters without elements
-        self.owners = owners
-        if owners:
-            self.cuts = self.cut_between_owners(W)
-            ends = [0, *self.cuts, self.n]
-            self.first, self.end = ends[rank], ends[rank + 1]  # of this rank's chunk
-        else:
-            self.cuts = None
-            size = round_up(math.ceil(self.n / W), ALIGN_CHUNK_BYTES // itemsize)
-            self.n = W * size
-            self.first, self.end = rank * size, (rank + 1) * size
+        ends = self.lay_out(W, ALIGN_CHUNK_BYTES // itemsize)
+        self.first, self.end = ends[rank], ends[rank + 1]  # of this rank's chunk
         self.size = self.end - self.first  # S
         self.unsharded, self.sharded, self.sharded_gradients = None, None, None
-        self.unreduced = set()
 
     # ---- which elements are this rank's
 
-    def cut_between_owners(self, W):
-        """[where the parameters of rank 1 begin, ...]. A rank that owns none has an empty chunk."""
-        cuts = []
-        for rank in range(1, W):
-            starts = [slot.start for p, slot in self.slots.items() if self.owners[p] >= rank]
-            cuts.append(min(starts, default=self.n))
-        return cuts
-
-    def is_elsewhere(self, p):
-        """Whether another rank owns all of p."""
-        return p in self.owners and self.owners[p] != self.rank
+    def lay_out(self, W, align):
+        """Make n a multiple of W * align -> where chunks begin, and the last one ends."""
+        size = round_up(math.ceil(self.n / W), align)
+        self.n = W * size
+        return range(0, self.n + 1, size)
 
     def own_chunk(self, buffer):
         """This rank's chunk of a (n,) buffer: a view, (S,)."""
@@ -174,7 +130,7 @@ class ShardedBucket(Bucket):
         """(first, end) of this rank's part of p, counted in elements within p, in order of memory.
         Both are the same number, from 0 to p's number of elements, where it has none.
 
-            W = 2, S = 8; p has 10 elements and no owner. Its first is number 4 of the buffer:
+            W = 2, S = 8; p has 10 elements. Its first is number 4 of the buffer:
 
             buffer   0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15      rank 0: (0, 4)
             of p             0 1 2 3 | 4 5  6  7  8  9            rank 1: (4, 10)
@@ -189,15 +145,26 @@ class ShardedBucket(Bucket):
     def shard_view(self, p, buffer):
         """This rank's part of p, `shard_range`, as a view of buffer, this rank's chunk, (S,). Its
         shape is (n, 1, ..., 1), with as many dimensions as p; (n,) if p has none; n may be 0. (Then
-        it begins outside of the chunk, which a slice allows.) If this rank owns p, it is all of p,
-        in p's shape."""
+        it begins outside of the chunk, which a slice allows.)"""
         slot, (first, end) = self.slots[p], self.shard_range(p)
         start = slot.start + first - self.first
-        part = buffer[start:start + end - first]
-        if p in self.owners and not self.is_elsewhere(p):
-            return part.as_strided(slot.shape, slot.strides)
         ones = [1] * (len(slot.shape) - 1)
-        return part.view(end - first, *ones)
+        return buffer[start:start + end - first].view(end - first, *ones)
+
+    # ---- over ranks
+
+    def last_reached(self, places):
+        """Buckets with larger ones come first in a backward. places: {parameter: its place in the
+        module}. This bucket is complete when its first parameter is reached."""
+        return min(places[p] for p in self.slots), 1
+
+    def gather(self, buffer, process_group, tag):
+        """Start to fill buffer, (n,), from the ranks that own its chunks: `all_gather`."""
+        return all_gather(buffer, process_group, tag)
+
+    def scatter(self, process_group, tag):
+        """Start to send each rank its chunk of gradients: `reduce_scatter`."""
+        return reduce_scatter(self.gradients, process_group, tag)
 
     # ---- parameters
 
@@ -231,30 +198,20 @@ class ShardedBucket(Bucket):
 
     # ---- gradients
 
-    def put(self, p, scale):
-        """Move p.grad into its place in `gradients`, by `place_of_gradient`. (The mean will have
-        another place.) If `gradients` is None it gets memory, (n,).
-
-        If p is in `unreduced`, no_sync() has left a sum there that is not scaled yet: add p.grad,
-        if there is one, and multiply the sum by scale. Otherwise write p.grad, cast to gradients'
-        dtype and then multiplied by scale; or zeros if p.grad is None, as other ranks may have used
-        p. Set p.grad to None, so that its memory is freed, and note p in `unreduced` if it had a
-        gradient. Returns whether p is in `unreduced` now.
-        """
+    def put(self, p):
+        """Move p.grad into its place in `gradients`, by `place_of_gradient`, and set it to None, so
+        that its memory is freed. (The mean will have another place.) If `gradients` is None it gets
+        memory, (n,). If p is in `unreduced`, there is a gradient, to which p.grad is added."""
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
         place = self.place_of_gradient(p)
-        if p in self.unreduced:
-            if p.grad is not None:
-                place.add_(p.grad)
-            place.mul_(scale)
+        if p not in self.unreduced:
+            place.zero_() if p.grad is None else place.copy_(p.grad)
         elif p.grad is not None:
-            torch.mul(p.grad.to(place.dtype), scale, out=place)  # a product in 16 bits would round
+            place.add_(p.grad)
+        if p.grad is not None:
             self.unreduced.add(p)
-        else:
-            place.zero_()
         p.grad = None
-        return p in self.unreduced
 
     def place_of_mean(self, p):
         """The part of `sharded_gradients` that is p's, shaped as its shard. `.data` as in `Bucket`.
@@ -263,13 +220,9 @@ class ShardedBucket(Bucket):
 
     def give_mean(self, p):
         """The mean of p's gradient, or this rank's part of it, becomes `.grad` of its shard: the
-        object that it was before, if there was one, as scripts keep lists of gradients. If another
-        rank owns p, `.grad` is None, so that every optimizer leaves the empty shard alone: some
-        divide by its number of elements."""
+        object that it was before, if there was one, as scripts keep lists of gradients."""
         slot, mean = self.slots[p], self.place_of_mean(p)
-        if self.is_elsewhere(p):
-            slot.owner.grad = None
-        elif slot.owner.grad is None:
+        if slot.owner.grad is None:
             slot.owner.grad = mean
         elif not self.is_home(p):
             slot.owner.grad.data = mean.add_(slot.owner.grad)
@@ -312,7 +265,7 @@ class Unit:
                                  have them when the all-gather under way ends. (In stages 1 and 2
                                  there always are whole ones, but after a step their values are old)
         pending_gathers          functions that wait for that all-gather
-        version                  `current_version()` when it was last unsharded
+        version                  `current_version()` when it was last unsharded; -1: it has to be
     """
 
     def __init__(self, name, module, tag):
@@ -320,7 +273,7 @@ class Unit:
         self.submodules, self.parameters = [], []
         self.buckets, self.pending_gathers = [], []
         self.is_unsharded = False
-        self.version = 0
+        self.version = -1
 
     def __repr__(self):
         """For errors, profiles and debuggers."""
@@ -414,8 +367,7 @@ class PlainZero1(Reducer):
     param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast.
     The shards, and so the optimizer's state, keep the module's dtype.
     reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
-    uncut: parameters of the module that no rank boundary cuts, for optimizers that look at whole
-    parameters, such as Muon: see below.
+    uncut: parameters each of which one rank owns whole, as Muon needs it: see `OwnedBucket`.
     shard_size: hybrid sharding, as torch's HSDP: W in the table is shard_size, each group of so
     many ranks has all shards, and gradients are reduced inside a group, then over groups. The bits
     are those of DDP with `hierarchical_hook`. Three buckets are in flight, not two.
@@ -435,26 +387,6 @@ class PlainZero1(Reducer):
     rank saves its own, or train.py's checkpoints; rank 0's loaded everywhere is wrong, and is not
     noticed.
 
-    Uncut parameters. One rank owns all of such a parameter, and its shard there has the
-    parameter's shape. On the others the shard is empty, and its `.grad` is None. So any optimizer
-    that works parameter by parameter makes the updates of one process. (One that takes a norm over
-    all of its parameters does not, and is not noticed.) The uncut parameters of a unit are one
-    bucket, whatever its size. Owners are chosen so that all ranks have about as much of the whole
-    model. Within one bucket chunks are uneven, and the rank with the largest sends that W-1 times.
-    The total sent is the same. GPT-2, the matrices of blocks uncut, over what it would be with
-    equal chunks (README: other sizes):
-
-        W                                               2      4      8     64
-        shards of the rank with most                 1.00   1.03   1.09   1.94
-        what the busiest rank sends in all-gathers   1.04   1.53   2.76     20
-
-    If links are the bottleneck, or ranks are more than the matrices of a unit, pass shard_size=4
-    or 8: each group then has few ranks. What arrives at the owner of a large matrix comes in
-    pieces of 25 MB, of which two have memory. Only the first is on its way while the backward
-    computes. In the backward two units' whole gradients have memory.
-    With a GradScaler for an optimizer of uncut parameters alone use torch's ShardedGradScaler: the
-    other one fails on a rank that owns none.
-
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule, for an uncut parameter that is none of the module's, and for a shard_size that does
     not divide the number of ranks.
@@ -470,7 +402,6 @@ class PlainZero1(Reducer):
         super().__init__(module, process_group, True, options)
         self.param_dtype = param_dtype
         self._make_groups(shard_size)
-        self._most_bytes = bucket_bytes(self.shard_size)
         self._device = self._choose_device(device)
         self._offloads = offload and self._device.type != "cpu"
         self._accumulates = False  # whether the last backward was in no_sync()
@@ -480,11 +411,7 @@ class PlainZero1(Reducer):
         self._full_parameters_tag = self._first_tag + 1
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype, init_fn)
-        self._shards = {}  # {parameter: its shard}
-        for bucket in self._all_buckets:
-            for p, slot in bucket.slots.items():
-                self._shards[p] = slot.owner
-        self._track(self._order_of_backward())
+        self._track(*self._order_of_backward())
         self._add_hooks()
 
     # ---- construction
@@ -554,40 +481,41 @@ class PlainZero1(Reducer):
         for p in self.module.parameters():
             unit_of[p].parameters.append(p)
 
-    def _divide(self, parameters):
-        """[(the parameters of a bucket, whether they are uncut)]. Uncut ones have no limit: the
-        more there are in a bucket, the more even its chunks."""
+    def _divide(self, unit, loads, *arguments):
+        """unit's buckets. loads: as for `choose_owners`, of frozen parameters and of trained ones.
+        """
+        parameters = unit.parameters[::-1]  # the last ones first
         cut = [p for p in parameters if p not in self._uncut]
         uncut = [p for p in parameters if p in self._uncut]
-        buckets = [(some, False) for some in fill_buckets(cut, self._most_bytes, self._most_bytes)]
-        return buckets + [(some, True) for some in fill_buckets(uncut, math.inf, math.inf)]
+        most_bytes = bucket_bytes(self.shard_size)
+        buckets = []
+        for some in fill_buckets(cut, most_bytes, most_bytes):
+            buckets.append(ShardedBucket(unit, some, *arguments))
+        for some in fill_buckets(uncut, math.inf, math.inf):
+            owners = choose_owners(some, loads[some[0].requires_grad])
+            buckets.append(OwnedBucket(owners, unit, some, *arguments))
+        return buckets
 
     @torch.no_grad()
     def _build_buckets(self, reduce_dtype, init_fn):
-        """Divide the parameters of each unit among buckets, the last ones first. Fill what is on
-        the meta device, agree with rank 0, keep what the stage keeps, and free the rest. Unit by
+        """Divide the parameters of each unit among buckets. Fill what is on the meta device, agree
+        with rank 0, keep what the stage keeps, and free the rest. Unit by
         unit, so that a rank has one unit more than it keeps. Until the end, a parameter on the meta
         device has a stand-in, a real one with its values: see `fill_meta`."""
         rank, stand_ins = dist.get_rank(self.shard_group), {}
         self._all_buckets = []  # also of frozen parameters
-        self._sharded_in = {}  # {parameter, a frozen one too: its bucket}
         names = {p: name for name, p in self.module.named_parameters()}
         # {whether parameters are trained: bytes that each rank owns}. Apart, since a trained one
         # takes more memory: gradients and the optimizer's state.
         loads = {True: [0] * self.shard_size, False: [0] * self.shard_size}
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
-            for parameters, is_uncut in self._divide(unit.parameters[::-1]):
-                owners = {}
-                if is_uncut:
-                    owners = choose_owners(parameters, loads[parameters[0].requires_grad])
-                bucket = ShardedBucket(unit, parameters, names, self.shard_size, rank, self._device,
-                                       self.param_dtype, reduce_dtype, owners)
-                unit.buckets.append(bucket)
+            unit.buckets = self._divide(unit, loads, names, self.shard_size, rank, self._device,
+                                        self.param_dtype, reduce_dtype)
+            for bucket in unit.buckets:
                 self._all_buckets.append(bucket)
                 values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
                 for p in bucket.slots:
-                    self._sharded_in[p] = bucket
                     real = stand_ins.get(p, p)
                     bucket.view(p, values).copy_(real)
                     real.data, real.grad = values.new_empty(0), None  # frees its memory
@@ -602,23 +530,14 @@ class PlainZero1(Reducer):
 
     def _order_of_backward(self):
         """The buckets with trained parameters, in the order in which a backward, which starts at
-        the end, completes them: when it reaches their first parameter. But a block's uncut bucket
-        comes after its other buckets. Those hold small parameters, such as norms. A bucket waits
-        for the one before it, so they would otherwise wait for the matrices."""
+        the end, completes them; and the others."""
         places = {p: place for place, p in enumerate(self.module.parameters())}
-
-        def last_reached(bucket):
-            """(the place of the parameter that is reached last, 1 if the bucket goes before the
-            others with that place, else 0)"""
-            if bucket.owners and bucket.unit is not self._root:
-                return min(places[p] for p in bucket.unit.parameters), 0
-            return min(places[p] for p in bucket.slots), 1
-
-        trained = []
+        trained, frozen = [], []
         for bucket in self._all_buckets:
-            if next(iter(bucket.slots)).requires_grad:
-                trained.append(bucket)
-        return sorted(trained, key=last_reached, reverse=True)
+            is_trained = next(iter(bucket.slots)).requires_grad
+            (trained if is_trained else frozen).append(bucket)
+        trained.sort(key=lambda bucket: bucket.last_reached(places), reverse=True)
+        return trained, frozen
 
     def _keep_parameters(self, bucket, values):
         """Set bucket.unsharded and bucket.sharded, by what the stage keeps of values, (n,), the
@@ -707,7 +626,7 @@ class PlainZero1(Reducer):
                 if not bucket.lies_in(bucket.sharded, bucket.unsharded):
                     # In bf16 this casts, before the gather, which then sends half the bytes.
                     bucket.own_chunk(bucket.unsharded).copy_(bucket.sharded)
-                wait = all_gather(bucket.unsharded, self.shard_group, unit.tag, bucket.cuts)
+                wait = bucket.gather(bucket.unsharded, self.shard_group, unit.tag)
                 unit.pending_gathers.append(wait)
 
     def _wait_for_unshard(self, unit):
@@ -754,39 +673,33 @@ class PlainZero1(Reducer):
            hybrid sharding only start the sum over groups of the bucket before, and wait for that
            of the bucket before it.)
         2. The first time, make bucket.sharded_gradients: `_keep_gradients`.
-        3. A parameter whose shard has a `.grad` counts as locally used. What the shards have there
-           is `earlier`, on the device of the gradients: Zero2 and Zero3 accumulate micro-steps so.
-        4. Start the reduce-scatter over the shard group, with `_reduce_tag`. Equal chunks go in one
-           piece, those of uncut parameters in pieces of a bucket's size.
+        3. What the shards have in `.grad` is `earlier`, on the device of the gradients: Zero2 and
+           Zero3 accumulate micro-steps so.
+        4. Start `bucket.scatter` over the shard group, with `_reduce_tag`.
         When that is waited for:
         5. sharded_gradients = earlier, plus all ranks' chunks in rank order. With hybrid sharding
            the own chunk is first summed over this group, then over groups, by `SumOverGroups`; then
            sharded_gradients = earlier plus that sum. (The order matters for the bits.)
-        6. Nothing of the bucket is unreduced any more.
-        7. Free the gradients, unless sharded_gradients lies in them.
+        6. Free the gradients, unless sharded_gradients lies in them.
         """
         if bucket.sharded_gradients is None:
             self._keep_gradients(bucket)
-        most_bytes = self._most_bytes if bucket.owners else math.inf
-        add = reduce_scatter(bucket.gradients, self.shard_group, self._reduce_tag, bucket.cuts,
-                             most_bytes)
+        add = bucket.scatter(self.shard_group, self._reduce_tag)
         yield
-        own = []
         if self._replicate_group is not None:
-            add()
-            own.append(bucket.own_chunk(bucket.gradients))
-            sum_over_groups = all_reduce(own[0], self._replicate_group)
+            own = bucket.own_chunk(bucket.gradients)
+            add(own)
+            sum_over_groups = all_reduce(own, self._replicate_group)
             next(sum_over_groups)
             yield
             for _ in sum_over_groups:
                 pass
 
             def add(out, earlier):
-                add_in_rank_order([*earlier, *own], out)
+                add_in_rank_order([*earlier, own], out)
 
         earlier = [t.to(self._device) for t in bucket.accumulated()]
         add(bucket.sharded_gradients, earlier)
-        bucket.unreduced.clear()
         if not bucket.lies_in(bucket.sharded_gradients, bucket.gradients):
             with torch.profiler.record_function(f"free: gradients of {bucket}"):
                 bucket.gradients = None  # until `put` gets the next one
@@ -819,15 +732,15 @@ class PlainZero1(Reducer):
         """(original name, this rank's shard) of every parameter of the module, in its order."""
         for name, p in self.module.named_parameters(prefix, recurse, remove_duplicate):
             # One that was added after wrapping is left out here, and refused by the next forward.
-            if p in self._shards:
-                yield name, self._shards[p]
+            if p in self._slots:
+                yield name, self._slots[p].owner
 
     def shard_starts(self):
         """{original name: where this rank's shard begins in the parameter, in elements in order of
         memory}: beside `named_parameters()` all that it takes to load at another world size."""
         starts = {}
         for name, p in self.module.named_parameters():
-            starts[name], _ = self._sharded_in[p].shard_range(p)
+            starts[name], _ = self._slots[p].bucket.shard_range(p)
         return starts
 
     @torch.no_grad()
@@ -836,12 +749,12 @@ class PlainZero1(Reducer):
         the whole parameters of one unit. A collective: every rank has to go through all of it."""
         wholes = {}  # {bucket: its whole parameters}, of one unit
         for name, p in self.module.named_parameters():
-            bucket = self._sharded_in[p]
+            bucket = self._slots[p].bucket
             if bucket not in wholes:
                 wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
                 whole = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
                 bucket.own_chunk(whole).copy_(bucket.sharded)
-                all_gather(whole, self.shard_group, self._full_parameters_tag, bucket.cuts)()
+                bucket.gather(whole, self.shard_group, self._full_parameters_tag)()
                 wholes[bucket] = whole
             yield name, bucket.view(p, wholes[bucket]).clone()
 
@@ -854,9 +767,8 @@ class PlainZero1(Reducer):
         whole = dict(self.full_parameters())
         found = {}
         for name, t in self.module.state_dict(keep_vars=True).items():
-            if t in self._shards:
-                fqn = self._sharded_in[t].slots[t].fqn  # a tied one has several names
-                found[name] = whole[fqn]
+            if t in self._slots:
+                found[name] = whole[self._slots[t].fqn]  # a tied one has several names
             else:
                 found[name] = t.clone()
         return found
@@ -865,7 +777,7 @@ class PlainZero1(Reducer):
         """This rank's shards and the buffers under the module's own names. Not a collective."""
         destination = {} if destination is None else destination
         for name, t in self.module.state_dict(keep_vars=True).items():
-            t = self._shards.get(t, t)
+            t = self._slots[t].owner if t in self._slots else t
             # Copied, since torch.save would write all of the buffer that a view is of.
             destination[prefix + name] = t if keep_vars else t.detach().clone()
         return destination
@@ -885,9 +797,9 @@ class PlainZero1(Reducer):
         ours = self.module.state_dict(keep_vars=True)
         self._refuse_misfit(ours, state_dict)
         for name, t in ours.items():
-            if t in self._shards:
-                part = self._sharded_in[t].part_of(t, state_dict[name])
-                self._shards[t].copy_(part)
+            if t in self._slots:
+                slot = self._slots[t]
+                slot.owner.copy_(slot.bucket.part_of(t, state_dict[name]))
             else:
                 t.copy_(state_dict[name])
 
@@ -1215,6 +1127,125 @@ def fill_meta(module, unit, device, init_fn):
 
 
 # -------------------------------------------------------------------------------------------------
+# whole parameters, for Muon
+#
+# Why Muon and ZeRO clash, and the way out. Muon makes the update of a matrix orthogonal, for which
+# it needs all of its gradient. A chunk of a bucket ends anywhere, so a matrix may lie half on one
+# rank and half on the next, and neither has all. FSDP's users gather each matrix for the step. Here
+# the chunks of some buckets end between parameters: `Zero3(module, uncut=matrices)`. So each matrix
+# has one rank that owns it, and updates it as one process would.
+
+
+def choose_owners(parameters, loads):
+    """{parameter: the rank that owns all of it}. The largest first, each to the rank that has least
+    so far. loads: the bytes that each rank has so far, of the whole model; they grow."""
+    owners = {}
+    for p in sorted(parameters, key=torch.numel, reverse=True):
+        rank = loads.index(min(loads))
+        owners[p] = rank
+        loads[rank] += p.nbytes
+    return owners
+
+
+class OwnedBucket(ShardedBucket):
+    """A bucket of uncut parameters: chunks end between them.
+
+        owners  {parameter: the rank whose chunk has all of it}
+        cuts    the elements at which chunks 1 to W-1 begin
+
+        three ranks   a a a b b|c c c c|d d        owners {a: 0, b: 0, c: 1, d: 2}; S = 5, 4, 2
+
+    One rank owns all of such a parameter, and its shard there has the parameter's shape. On the
+    others the shard is empty, and its `.grad` is None. So any optimizer that works parameter by
+    parameter makes the updates of one process. (One that takes a norm over all of its parameters
+    does not, and is not noticed.) The uncut parameters of a unit are one bucket, whatever its size:
+    the more there are, the more even its chunks. Owners are chosen so that all ranks have about as
+    much of the whole model. Within one bucket chunks are uneven, and the rank with the largest
+    sends that W-1 times. The total sent is the same. GPT-2, the matrices of blocks uncut, over what
+    it would be with equal chunks (README: other sizes):
+
+        W                                               2      4      8     64
+        shards of the rank with most                 1.00   1.03   1.09   1.94
+        what the busiest rank sends in all-gathers   1.04   1.53   2.76     20
+
+    If links are the bottleneck, or ranks are more than the matrices of a unit, pass shard_size=4
+    or 8: each group then has few ranks. What arrives at the owner of a large matrix comes in
+    pieces of 25 MB, of which two have memory. Only the first is on its way while the backward
+    computes. In the backward two units' whole gradients have memory.
+    With a GradScaler for an optimizer of uncut parameters alone use torch's ShardedGradScaler: the
+    other one fails on a rank that owns none.
+    """
+
+    def __init__(self, owners, unit, parameters, *arguments):
+        self.owners = owners
+        # Those of an owner lie together.
+        super().__init__(unit, sorted(parameters, key=owners.get), *arguments)
+
+    def lay_out(self, W, align):
+        """Cut where the parameters of the next rank begin. One that owns none has an empty chunk.
+        """
+        self.cuts = []
+        for rank in range(1, W):
+            starts = [slot.start for p, slot in self.slots.items() if self.owners[p] >= rank]
+            self.cuts.append(min(starts, default=self.n))
+        return [0, *self.cuts, self.n]
+
+    def is_elsewhere(self, p):
+        """Whether another rank owns p."""
+        return self.owners[p] != self.rank
+
+    def shard_view(self, p, buffer):
+        """All of p, in p's shape, where this rank owns it; otherwise nothing."""
+        part, slot = super().shard_view(p, buffer), self.slots[p]
+        return part if self.is_elsewhere(p) else part.as_strided(slot.shape, slot.strides)
+
+    def give_mean(self, p):
+        """Where another rank owns p, `.grad` is None, so that every optimizer leaves the empty
+        shard alone: some divide by its number of elements."""
+        if self.is_elsewhere(p):
+            self.slots[p].owner.grad = None
+        else:
+            super().give_mean(p)
+
+    def last_reached(self, places):
+        """After all other buckets of its unit. Those hold small parameters, such as norms. A bucket
+        waits for the one before it, so they would otherwise wait for the matrices."""
+        return min(places[p] for p in self.unit.parameters), 0
+
+    def gather(self, buffer, process_group, tag):
+        return gather_chunks(buffer.tensor_split(self.cuts), process_group, tag)
+
+    def scatter(self, process_group, tag):
+        chunks = self.gradients.tensor_split(self.cuts)
+        return reduce_in_pieces(chunks, bucket_bytes(len(chunks)), process_group, tag)
+
+
+def reduce_in_pieces(chunks, most_bytes, process_group, tag=0):
+    """As `reduce_chunks`, but what arrives for a long chunk would take W-1 times its memory. So
+    chunks are sent in pieces, one after the other, so small that most_bytes arrive of one. While
+    finish adds one piece, the next one arrives, so two take memory. Only the first is on its way
+    before finish is called."""
+    longest = max(len(chunk) for chunk in chunks)
+    arriving_bytes = longest * chunks[0].itemsize * (len(chunks) - 1)
+    size = math.ceil(longest / max(1, math.ceil(arriving_bytes / most_bytes)))  # of a piece
+
+    def start_piece(first):
+        pieces = [chunk[first:first + size] for chunk in chunks]
+        return reduce_chunks(pieces, process_group, tag)
+
+    under_way = [start_piece(0)]
+
+    def finish(out, earlier=()):
+        for first in range(0, longest, size):
+            if first + size < longest:
+                under_way.append(start_piece(first + size))
+            add = under_way.pop(0)
+            add(out[first:first + size], [t[first:first + size] for t in earlier])
+
+    return finish
+
+
+# -------------------------------------------------------------------------------------------------
 # private functions of torch that this file uses beside those of ddp.py
 #
 #   t._version                              how often t was written to in place: autograd's own
@@ -1261,8 +1292,7 @@ UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what a GradScaler call
 @dataclasses.dataclass(eq=False)
 class Watch:
     """What guards know of a parameter: its only attribute of ours, `p._watch`."""
-    bucket: ShardedBucket
-    shard: torch.nn.Parameter
+    slot: Slot
     kind: type  # p's class while it may be read
     home: int  # the address of its shard
     seen: tuple  # p's address, version and requires_grad when it could first be read
@@ -1285,7 +1315,8 @@ class Absent(torch.nn.Parameter):
         if not absent:
             raise RuntimeError(f"{name} of a list of parameters: {ABSENT}")
         p = absent[0]
-        bucket, shard = p._watch.bucket, p._watch.shard
+        slot = p._watch.slot
+        bucket, shard = slot.bucket, slot.owner
         with torch._C.DisableTorchFunctionSubclass():
             if is_attribute and name == "grad" and not in_backward():
                 return function(shard, *args[1:])
@@ -1295,7 +1326,7 @@ class Absent(torch.nn.Parameter):
                 return function(*args, **kwargs)
             if is_written and not isinstance(args[1], cls):
                 return shard.detach().copy_(bucket.part_of(p, args[1]))
-        raise RuntimeError(f"{name} of {bucket.slots[p].fqn}: {ABSENT}")
+        raise RuntimeError(f"{name} of {slot.fqn}: {ABSENT}")
 
 
 ABSENT = ("a parameter has a value only in forward and backward. Make the optimizer from the "
@@ -1388,16 +1419,15 @@ class ShardGuards(Guards):
         self._hidden = set()  # units whose parameters are Absent
         self._part_class = type("Part", (Part,), {"shard_group": self.shard_group})
         self._held_class = type("Held", (Held,), {"shard_group": self.shard_group})
-        self._version_of_graphs = {}  # {unit: its version when old graphs were last refused}
         self._whole = set()  # shards of uncut parameters
         self._elsewhere = set()  # and those of them that other ranks own: empty here
-        for p, shard in self._shards.items():
-            if p in self._uncut:
-                self._whole.add(shard)
-            if self._sharded_in[p].is_elsewhere(p):
-                self._elsewhere.add(shard)
+        for p, slot in self._slots.items():
+            if isinstance(slot.bucket, OwnedBucket):
+                self._whole.add(slot.owner)
+                if slot.bucket.is_elsewhere(p):
+                    self._elsewhere.add(slot.owner)
             seen = p.data_ptr(), p._version, p.requires_grad
-            p._watch = Watch(self._sharded_in[p], shard, type(p), shard.data_ptr(), seen)
+            p._watch = Watch(slot, type(p), slot.owner.data_ptr(), seen)
         self._hide_all()
 
     # ---- a parameter may be read, or is Absent
@@ -1419,9 +1449,9 @@ class ShardGuards(Guards):
             address, version, requires_grad = watch.seen
             if (value.data_ptr(), p._version) != (address, version):
                 # .data: this is no change of version, so the graphs of this forward stay valid.
-                watch.shard.data.copy_(watch.bucket.part_of(p, value))
+                watch.slot.owner.data.copy_(watch.slot.bucket.part_of(p, value))
             if p.requires_grad != requires_grad:
-                watch.shard.requires_grad = p.requires_grad
+                watch.slot.owner.requires_grad = p.requires_grad
 
     def _make_absent(self, unit):
         for p in unit.parameters:
@@ -1456,26 +1486,22 @@ class ShardGuards(Guards):
         torch.autograd.graph.increment_version(unit.parameters)
 
     def _refuse_old_graphs(self, unit):
-        """If unit's shards have changed, count that as a write to its parameters: then autograd
-        raises in a backward through the old weights."""
-        version = unit.current_version()
-        if self._version_of_graphs.get(unit) != version:
-            self._version_of_graphs[unit] = version
+        """If unit's shards have changed since it was unsharded, count that as a write to its
+        parameters: then autograd raises in a backward through the old weights."""
+        if unit.version != unit.current_version():
             self._hide(unit)  # before the next line, which would look like a script's write
             torch.autograd.graph.increment_version(unit.parameters)
 
     # ---- shards
 
     def _check_shards(self):
-        for p, shard in self._shards.items():
+        for p, slot in self._slots.items():
+            shard = slot.owner
             if p.requires_grad != shard.requires_grad:  # a script has frozen or unfrozen the shard
                 p.requires_grad = shard.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
-                self._refuse(f"{self._fqn(p)}: a shard's hooks do not run: hook the module's")
-            self._refuse_optimizer_in_backward(self._fqn(p), shard)
-
-    def _fqn(self, p):
-        return self._sharded_in[p].slots[p].fqn
+                self._refuse(f"{slot.fqn}: a shard's hooks do not run: hook the module's")
+            self._refuse_optimizer_in_backward(slot.fqn, shard)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -1566,7 +1592,7 @@ class ShardGuards(Guards):
         given = set()
         for group in optimizer.param_groups:
             given.update(group["params"])
-        if given.isdisjoint(self._shards.values()):
+        if given.isdisjoint(slot.owner for slot in self._slots.values()):
             return
         name = type(optimizer).__name__
         closures = [*arguments[1:], options.get("closure")]  # which will make a backward
