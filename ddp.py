@@ -41,6 +41,8 @@ import weakref
 import torch
 import torch.distributed as dist
 
+from guards import Guards
+
 
 # -------------------------------------------------------------------------------------------------
 # collectives
@@ -963,113 +965,6 @@ def clip_gradients_(gradients, max_norm, process_group=None, divide_by=1):
 #                                           contract with its users, and stays
 #   p._post_accumulate_grad_hooks           for guards: who else has a hook on p; or do not ask
 #   p._in_backward_optimizers               for guards: whether p steps by itself; or do not ask
-
-
-# -------------------------------------------------------------------------------------------------
-# guards: right, or refused
-#
-# What a script does around a wrapper should be right, or raise and say what to do. Nothing above
-# needs what follows: each method here does something before or after the method of the same name
-# above, and calls that by super(). A script without mistakes gets the same bits without them.
-
-
-WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
-
-
-class Guards:
-    """With guards: a module is wrapped once, and stays what it was when it was wrapped. A gradient
-    that a script keeps, the tensor itself, stays as it is. A backward inside another, or after one
-    that raised, is refused."""
-
-    # ---- the module
-
-    def _agree_on_module(self, options):
-        for name, m in self.module.named_modules():
-            # By name, since nobody wants to import FSDP for this.
-            kinds = {kind.__name__ for kind in type(m).__mro__}
-            if isinstance(m, Reducer) or kinds & WRAPPERS:
-                where = f"holds at {name}" if name else "is"
-                self._refuse(f"the module {where} a {type(m).__name__}, a wrapper which averages "
-                             f"gradients itself: wrap the plain module, once")
-            # With max_norm a lookup scales the rows that this rank's batch uses: then ranks differ.
-            is_lookup = isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-            if is_lookup and m.max_norm is not None and self.world_size > 1:
-                self._refuse(f"{name}: max_norm={m.max_norm} changes the weights of each rank by "
-                             f"its own batch, in the forward: pass max_norm=None")
-        return super()._agree_on_module(options)
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self):
-        """torch's DDP asks the module that it wraps for this."""
-        self._refuse("averages gradients itself, and must not be wrapped again, by torch's DDP or "
-                     "by a library's prepare(): give the library model.module, or only the "
-                     "optimizer and the data")
-
-    def __getattr__(self, name):
-        """Of what is not here, such as `model.config`, say where it is."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            hint = ""
-            if hasattr(self.__dict__.get("_modules", {}).get("module"), name):
-                hint = f": use model.module.{name}"
-            fact = f"'{type(self).__name__}' object has no attribute '{name}'{hint}"
-            raise AttributeError(fact, name=name, obj=self) from None
-
-    def _track(self, buckets, frozen=()):
-        super()._track(buckets, frozen)
-        # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
-        # there is a weak reference.
-        self._not_to_swap = [weakref.ref(p) for p in self._trained]
-        self._given = {}  # {parameter: a weak reference to the `.grad` that its owner was given}
-
-    @torch.compiler.disable
-    def _prepare_forward(self):
-        """Each trained parameter has one hook, which is ours. Takes 1 us per parameter, 5 us in the
-        stages."""
-        for name, p in self._named("parameters"):
-            is_ours = len(p._post_accumulate_grad_hooks or ()) == 1
-            if p.requires_grad and not is_ours and isinstance(p, torch.nn.Parameter):
-                self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
-            self._refuse_optimizer_in_backward(name, p)
-        super()._prepare_forward()
-
-    def _refuse_optimizer_in_backward(self, name, p):
-        if "_in_backward_optimizers" in vars(p):
-            self._refuse(f"{name} has an optimizer that steps in the backward, before gradients "
-                         f"are averaged: make an optimizer of model.parameters()")
-
-    # ---- a backward
-
-    def _notice_backward(self, gradient=None):
-        task = torch._C._current_graph_task_id()
-        if self._backward is not None and task not in (self._backward.task, -1):
-            self._refuse("a backward inside another, or after one that raised: pass "
-                         "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
-        super()._notice_backward(gradient)
-
-    def _prepare_for_backward(self, task):
-        super()._prepare_for_backward(task)
-        for p, reference in self._given.items():
-            kept = reference()
-            if kept is not None and kept is not self._slots[p].owner.grad:
-                with torch._C.DisableTorchFunctionSubclass():
-                    kept.data = kept.data.clone()  # this backward will write to the bucket
-
-    def _mark_param_ready(self, p):
-        is_sparse = p.grad is not None and p.grad.is_sparse
-        if torch.is_grad_enabled() or is_sparse:  # create_graph=True enables it in a backward
-            self._refuse(f"{self._slots[p].fqn}: no support of create_graph and of sparse gradients")
-        super()._mark_param_ready(p)
-
-    def _finalize_backward(self):
-        try:
-            super()._finalize_backward()
-        finally:  # it may raise after it has given gradients
-            for p in self._trained:
-                gradient = self._slots[p].owner.grad
-                if gradient is not None:
-                    self._given[p] = weakref.ref(gradient)
 
 
 class NoReducer:

@@ -3946,8 +3946,8 @@ def bench_makes_tables():
         subprocess.run(["bash", "-n", HERE / path], check=True)
     sizes = ["--n_layer", "1", "--n_embd", "16", "--n_head", "1", "--block_size", "16"]
     with temporary() as folder:
-        for path in ("model.py", "ddp.py", "zero.py", "train.py", "bench.sh"):
-            shutil.copy(HERE / path, folder / path)
+        for path in (*HERE.glob("*.py"), HERE / "bench.sh"):
+            shutil.copy(path, folder / path.name)
         shutil.copytree(HERE / "assets", folder / "assets")
         bench = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
         done = bench(["./bench.sh", "bits", "--worlds", "2", "--modes", "zero2 zero3 zero9",

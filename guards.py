@@ -1,0 +1,498 @@
+"""Guards of ddp.py and zero.py: right, or refused."""
+
+import copy
+import dataclasses
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+
+# -------------------------------------------------------------------------------------------------
+# guards: right, or refused
+#
+# What a script does around a wrapper should be right, or raise and say what to do. Nothing above
+# needs what follows: each method here does something before or after the method of the same name
+# above, and calls that by super(). A script without mistakes gets the same bits without them.
+
+
+WRAPPERS = {"Reducer", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+class Guards:
+    """With guards: a module is wrapped once, and stays what it was when it was wrapped. A gradient
+    that a script keeps, the tensor itself, stays as it is. A backward inside another, or after one
+    that raised, is refused."""
+
+    # ---- the module
+
+    def _agree_on_module(self, options):
+        for name, m in self.module.named_modules():
+            # By name, since nobody wants to import FSDP for this.
+            kinds = {kind.__name__ for kind in type(m).__mro__}
+            if kinds & WRAPPERS:
+                where = f"holds at {name}" if name else "is"
+                self._refuse(f"the module {where} a {type(m).__name__}, a wrapper which averages "
+                             f"gradients itself: wrap the plain module, once")
+            # With max_norm a lookup scales the rows that this rank's batch uses: then ranks differ.
+            is_lookup = isinstance(m, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+            if is_lookup and m.max_norm is not None and self.world_size > 1:
+                self._refuse(f"{name}: max_norm={m.max_norm} changes the weights of each rank by "
+                             f"its own batch, in the forward: pass max_norm=None")
+        return super()._agree_on_module(options)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self):
+        """torch's DDP asks the module that it wraps for this."""
+        self._refuse("averages gradients itself, and must not be wrapped again, by torch's DDP or "
+                     "by a library's prepare(): give the library model.module, or only the "
+                     "optimizer and the data")
+
+    def __getattr__(self, name):
+        """Of what is not here, such as `model.config`, say where it is."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            hint = ""
+            if hasattr(self.__dict__.get("_modules", {}).get("module"), name):
+                hint = f": use model.module.{name}"
+            fact = f"'{type(self).__name__}' object has no attribute '{name}'{hint}"
+            raise AttributeError(fact, name=name, obj=self) from None
+
+    def _track(self, buckets, frozen=()):
+        super()._track(buckets, frozen)
+        # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
+        # there is a weak reference.
+        self._not_to_swap = [weakref.ref(p) for p in self._trained]
+        self._given = {}  # {parameter: a weak reference to the `.grad` that its owner was given}
+
+    @torch.compiler.disable
+    def _prepare_forward(self):
+        """Each trained parameter has one hook, which is ours. Takes 1 us per parameter, 5 us in the
+        stages."""
+        for name, p in self._named("parameters"):
+            is_ours = len(p._post_accumulate_grad_hooks or ()) == 1
+            if p.requires_grad and not is_ours and isinstance(p, torch.nn.Parameter):
+                self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
+            self._refuse_optimizer_in_backward(name, p)
+        super()._prepare_forward()
+
+    def _refuse_optimizer_in_backward(self, name, p):
+        if "_in_backward_optimizers" in vars(p):
+            self._refuse(f"{name} has an optimizer that steps in the backward, before gradients "
+                         f"are averaged: make an optimizer of model.parameters()")
+
+    # ---- a backward
+
+    def _notice_backward(self, gradient=None):
+        task = torch._C._current_graph_task_id()
+        if self._backward is not None and task not in (self._backward.task, -1):
+            self._refuse("a backward inside another, or after one that raised: pass "
+                         "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
+        super()._notice_backward(gradient)
+
+    def _prepare_for_backward(self, task):
+        super()._prepare_for_backward(task)
+        for p, reference in self._given.items():
+            kept = reference()
+            if kept is not None and kept is not self._slots[p].owner.grad:
+                with torch._C.DisableTorchFunctionSubclass():
+                    kept.data = kept.data.clone()  # this backward will write to the bucket
+
+    def _mark_param_ready(self, p):
+        is_sparse = p.grad is not None and p.grad.is_sparse
+        if torch.is_grad_enabled() or is_sparse:  # create_graph=True enables it in a backward
+            self._refuse(f"{self._slots[p].fqn}: no support of create_graph and of sparse gradients")
+        super()._mark_param_ready(p)
+
+    def _finalize_backward(self):
+        try:
+            super()._finalize_backward()
+        finally:  # it may raise after it has given gradients
+            for p in self._trained:
+                gradient = self._slots[p].owner.grad
+                if gradient is not None:
+                    self._given[p] = weakref.ref(gradient)
+
+
+# -------------------------------------------------------------------------------------------------
+# guards: right, or refused
+#
+# What a script does around a stage should be right, or raise and say what to do. Nothing above
+# needs what follows. Its rules:
+#
+#   - Outside of a forward and of the backward after it a parameter of the module is Absent: it
+#     stands for its shard, and nobody reads an old value.
+#   - What turns up where it does not belong is taken to where it does: a value that replaces
+#     `.data` of a shard, or that a forward writes to a parameter; a gradient that autograd adds to
+#     a shard; a freeze of the one or the other.
+#   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a mean, or writes to a row.
+
+
+# Attributes of a parameter that are its value or a view of it, and methods that do not read it.
+VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+QUESTIONS = {"size", "dim", "numel", "stride", "is_floating_point", "data_ptr", "untyped_storage",
+             "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
+# What a part of a gradient cannot be asked for, since the answer would be about this rank's part;
+# what it can be while no_sync() holds it back; optimizers that look at whole parameters.
+WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean",
+              "std", "var", "dot", "matmul", "einsum", "normalize", "topk", "sort", "__setitem__",
+              "isfinite", "isnan", "isinf", "all", "any", "max", "min", "amax", "amin", "aminmax",
+              "argmax", "argmin"}
+COMPARES = {"eq", "__eq__", "isclose"}  # of two parts; so what comes of it can be asked for all()
+HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
+NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "muon", "shampoo", "soap"
+NOT_BY_PARAMETER = "lbfgs", "prodigy", "dadapt"  # which look at all parameters at once
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what a GradScaler calls
+
+
+@dataclasses.dataclass(eq=False)
+class Watch:
+    """What guards know of a parameter: its only attribute of ours, `p._watch`."""
+    slot: object  # a Slot of ddp.py
+    kind: type  # p's class while it may be read
+    home: int  # the address of its shard
+    seen: tuple  # p's address, version and requires_grad when it could first be read
+    mark: torch.Tensor | None = None  # the `.grad` that says: no_sync() holds a gradient back
+
+
+class Absent(torch.nn.Parameter):
+    """What a parameter of the module is while its value is not there, or may be old. It can be
+    asked for its attributes, and `.grad` is that of its shard. What can be written part by part, a
+    whole value, goes to the shard. Anything else raises RuntimeError."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        is_attribute = type(function).__name__ == "method-wrapper"  # p.name, or p.name = value
+        name = function.__self__.__name__ if is_attribute else function.__name__
+        is_set = is_attribute and len(args) == 2
+        is_written = name == "copy_" or name == "data" and is_set
+        absent = [t for t in args if isinstance(t, cls)]
+        if not absent:
+            raise RuntimeError(f"{name} of a list of parameters: {ABSENT}")
+        p = absent[0]
+        slot = p._watch.slot
+        bucket, shard = slot.bucket, slot.owner
+        with torch._C.DisableTorchFunctionSubclass():
+            if is_attribute and name == "grad" and torch._C._current_graph_task_id() == -1:
+                return function(shard, *args[1:])
+            if name == "requires_grad_" or name == "requires_grad" and is_set:
+                function(shard, *args[1:], **kwargs)  # of both
+            if name in QUESTIONS or is_attribute and name not in VALUES:
+                return function(*args, **kwargs)
+            if is_written and not isinstance(args[1], cls):
+                return shard.detach().copy_(bucket.part_of(p, args[1]))
+        raise RuntimeError(f"{name} of {slot.fqn}: {ABSENT}")
+
+
+ABSENT = ("a parameter has a value only in forward and backward. Make the optimizer from the "
+          "wrapper's parameters(), after wrapping. For values use full_parameters() or, to save, "
+          "as by save_pretrained(state_dict=...), full_state_dict()")
+
+
+class Part(torch.Tensor):
+    """`.grad` of a shard from a backward to the step, and what is computed from it. It is copied
+    and pickled as a Tensor, so that files do not need this class. Each wrapper has a subclass of
+    its own, with the shard_group."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = function.__name__
+        is_held = any(issubclass(kind, Held) for kind in types)
+        if is_held and name not in HELD:
+            raise RuntimeError(f"{name} of the gradient of a shard, which is held back by "
+                               f"no_sync()")
+        if name in WHOLE_ONLY:
+            raise RuntimeError(f"{name} of the gradient of a shard, which is one rank's part: use "
+                               f"model.clip_grad_norm_(), or take "
+                               f"p.grad.as_subclass(torch.Tensor) and reduce over ranks what you "
+                               f"find")
+        if name in ("zero_", "_foreach_zero_"):  # zero_grad() drops what was held back
+            tree_map_only(Held, Held.drop, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+            if name == UNSCALE:
+                agree_on_inf(args[1], cls.shard_group)
+        is_new = not any(result is t for t in args)
+        is_part = is_new and name not in COMPARES and name != "as_subclass"
+        if is_part and type(result) is torch.Tensor:
+            result.__class__ = cls
+        return result
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
+    def __reduce_ex__(self, protocol):
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class Held(Part):
+    """`.grad` of a shard while no_sync() holds a gradient of it back. It can only be dropped."""
+
+    def drop(self):
+        self.__class__ = torch.Tensor
+
+
+def agree_on_inf(found_inf, group):
+    """A GradScaler skips a step if it has found an inf: if one rank has, all must."""
+    found = found_inf.to(dist.distributed_c10d._get_object_coll_device(group))
+    dist.all_reduce(found, dist.ReduceOp.MAX, group)
+    found_inf.copy_(found)
+
+
+class ShardGuards(Guards):
+    """With guards: outside of a forward and its backward nobody reads a parameter of the module;
+    what a script puts in the place of a shard, or writes to a parameter in a forward, is taken
+    over; of a shard's `.grad` nobody takes a norm.
+
+    Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
+    as a norm; `numpy` of a shard's gradient; a view of a gradient that is kept over the next
+    backward; writes into `.data` of shards after a backward in no_sync(), in stages 1 and 2; a
+    freeze, or zero_grad() of the module, between forward and backward; views of parameters that
+    were made before wrapping; on meta, what `init_weights()` leaves out.
+    """
+
+    def _build_buckets(self, reduce_dtype, init_fn):
+        self._refuse_shared_memory()
+        on_meta = [p.is_meta for p in self.module.parameters()]
+        if any(on_meta) and not all(on_meta) and init_fn is None:
+            if hasattr(self.module, "init_weights"):
+                self._refuse("some parameters are on meta, and init_weights() would write to the "
+                             "others, too: pass init_fn, which is called for submodules")
+        super()._build_buckets(reduce_dtype, init_fn)
+
+    def _refuse_shared_memory(self):
+        """Two parameters in one memory would be two in the buckets."""
+        addresses = [p.detach().data_ptr() for p in self.module.parameters()
+                     if not p.is_meta and p.numel() > 0]
+        if len(set(addresses)) < len(addresses):
+            self._refuse("two parameters share memory: tie them by assigning one to both modules")
+
+    def _add_hooks(self):
+        super()._add_hooks()
+        check = weakref.WeakMethod(self._check_optimizer)
+        self._remove_at_end(register_optimizer_step_pre_hook(lambda *step: check()(*step)))
+        self._awaits_backward = False  # whether there was a forward since the last backward
+        self._hidden = set()  # units whose parameters are Absent
+        self._part_class = type("Part", (Part,), {"shard_group": self.shard_group})
+        self._held_class = type("Held", (Held,), {"shard_group": self.shard_group})
+        self._whole = set()  # shards of uncut parameters
+        self._elsewhere = set()  # and those of them that other ranks own: empty here
+        for p, slot in self._slots.items():
+            if p in self._uncut:
+                self._whole.add(slot.owner)
+                if slot.bucket.is_elsewhere(p):
+                    self._elsewhere.add(slot.owner)
+            seen = p.data_ptr(), p._version, p.requires_grad
+            p._watch = Watch(slot, type(p), slot.owner.data_ptr(), seen)
+        self._hide_all()
+
+    # ---- a parameter may be read, or is Absent
+
+    def _hide_all(self):
+        for unit in self._units:
+            self._hide(unit)
+
+    def _hide(self, unit):
+        """Let nobody read unit's parameters."""
+        if unit not in self._hidden:
+            self._take_back(unit)
+            self._make_absent(unit)
+
+    def _take_back(self, unit):
+        """What a forward has written to unit's parameters goes to the shards; so does a freeze."""
+        for p in unit.parameters:
+            watch, value = p._watch, p.data
+            address, version, requires_grad = watch.seen
+            if (value.data_ptr(), p._version) != (address, version):
+                # .data: this is no change of version, so the graphs of this forward stay valid.
+                watch.slot.owner.data.copy_(watch.slot.bucket.part_of(p, value))
+            if p.requires_grad != requires_grad:
+                watch.slot.owner.requires_grad = p.requires_grad
+
+    def _make_absent(self, unit):
+        for p in unit.parameters:
+            p.__class__ = Absent
+        self._hidden.add(unit)
+
+    def _wait_for_unshard(self, unit):
+        """After it unit's parameters may be read."""
+        if unit not in self._hidden or not unit.is_unsharded:
+            return super()._wait_for_unshard(unit)
+        for p in unit.parameters:
+            p.__class__ = p._watch.kind
+        super()._wait_for_unshard(unit)
+        for p in unit.parameters:
+            p._watch.seen = p.data_ptr(), p._version, p.requires_grad
+        self._hidden.discard(unit)
+
+    def _unshard(self, unit):
+        if not unit.is_unsharded:
+            self._refuse_old_graphs(unit)
+        super()._unshard(unit)
+
+    def _reshard(self, unit):
+        """Stage 3 only: unit's parameters become Absent."""
+        if unit is None or not unit.is_unsharded:
+            return
+        self._wait_for_unshard(unit)
+        self._take_back(unit)
+        super()._reshard(unit)
+        self._make_absent(unit)
+        # A backward through a graph that no note was taken of, such as a penalty's, has to raise.
+        torch.autograd.graph.increment_version(unit.parameters)
+
+    def _refuse_old_graphs(self, unit):
+        """If unit's shards have changed since it was unsharded, count that as a write to its
+        parameters: then autograd raises in a backward through the old weights."""
+        if unit.version != unit.current_version():
+            self._hide(unit)  # before the next line, which would look like a script's write
+            torch.autograd.graph.increment_version(unit.parameters)
+
+    # ---- shards
+
+    def _check_shards(self):
+        for p, slot in self._slots.items():
+            shard = slot.owner
+            if p.requires_grad != shard.requires_grad:  # a script has frozen or unfrozen the shard
+                p.requires_grad = shard.requires_grad
+            if shard._backward_hooks or shard._post_accumulate_grad_hooks:
+                self._refuse(f"{slot.fqn}: a shard's hooks do not run: hook the module's")
+            self._refuse_optimizer_in_backward(slot.fqn, shard)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _bring_home(self):
+        """A script may replace `.data` of shards, as in `p.data = p.data - lr * p.grad`, or
+        exchange it, as in `p.data, e.data = e.data, p.data`. Then what was a shard's memory may be
+        e's now. So the bucket moves to new memory, with the new values."""
+        for bucket in self._all_buckets:
+            has_moved = False
+            for p, slot in bucket.slots.items():
+                if slot.owner.data_ptr() != p._watch.home:
+                    has_moved = True
+            if has_moved:
+                self._move(bucket)
+
+    def _move(self, bucket):
+        """Copy the shards' values to new memory, and the shards with them."""
+        values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
+        own = bucket.own_chunk(values)
+        for p, slot in bucket.slots.items():
+            bucket.shard_view(p, own).copy_(slot.owner)
+        self._keep_parameters(bucket, values)
+        for p, slot in bucket.slots.items():
+            slot.owner.data = bucket.shard_view(p, bucket.sharded)
+            p._watch.home = slot.owner.data_ptr()
+        bucket.unit.version = -1  # to be gathered also between micro-steps in no_sync()
+
+    # ---- forward
+
+    @torch.compiler.disable
+    def _prepare_forward(self):
+        self._hide_all()
+        self._bring_home()
+        self._check_shards()
+        super()._prepare_forward()
+
+    def _begin_forward(self, module):
+        if torch.is_grad_enabled():
+            self._awaits_backward = True
+        super()._begin_forward(module)
+
+    def _end_forward(self):
+        super()._end_forward()
+        if not torch.is_grad_enabled():
+            self._hide_all()
+
+    # ---- backward: a shard's `.grad` is a Part, or Held
+
+    def _prepare_for_backward(self, task):
+        """Take the marks away. Where no_sync() held a gradient back and the mark is gone already,
+        zero_grad() of an optimizer has dropped it. Where a loss over shards has added to the mark,
+        by which its version is above 0, it is a gradient."""
+        for bucket in self._buckets:
+            for p, slot in bucket.slots.items():
+                gradient = slot.owner.grad
+                if p in bucket.unreduced and not isinstance(gradient, Held):
+                    bucket.unreduced.discard(p)
+                is_mark = isinstance(gradient, Held) and gradient is p._watch.mark
+                if is_mark and gradient._version == 0:
+                    slot.owner.grad = None
+                elif isinstance(gradient, Part):
+                    gradient.__class__ = torch.Tensor
+                p._watch.mark = None
+        super()._prepare_for_backward(task)
+        for unit in self._units:
+            self._refuse_old_graphs(unit)
+
+    def _finalize_backward(self):
+        """Put the marks on. Outside of a forward nobody reads parameters now."""
+        super()._finalize_backward()
+        self._awaits_backward = False
+        for bucket in self._buckets:
+            for p, slot in bucket.slots.items():
+                is_held = p in bucket.unreduced
+                if is_held and slot.owner.grad is None:
+                    p._watch.mark = torch.zeros_like(slot.owner)
+                    slot.owner.grad = p._watch.mark
+                if slot.owner.grad is not None:
+                    slot.owner.grad.__class__ = self._held_class if is_held else self._part_class
+        if not self._in_forward:
+            self._hide_all()
+
+    # ---- the optimizer, and whole values
+
+    def _check_optimizer(self, optimizer, arguments, options):
+        """Hook of all optimizers: raise if the step would do something else than it seems to. It
+        changes shards, so nobody is to read the parameters any more."""
+        given = set()
+        for group in optimizer.param_groups:
+            given.update(group["params"])
+        if given.isdisjoint(slot.owner for slot in self._slots.values()):
+            return
+        name = type(optimizer).__name__
+        closures = [*arguments[1:], options.get("closure")]  # which will make a backward
+        has_closure = any(closure is not None for closure in closures)
+        if any(word in name.lower() for word in NOT_BY_PARAMETER):
+            self._refuse(f"{name} looks at all whole parameters at once: use DDP")
+        if any(word in name.lower() for word in NOT_ELEMENTWISE):
+            for fqn, shard in self.named_parameters():
+                if shard in given and shard not in self._whole:
+                    self._refuse(f"{name} looks at whole parameters, and would see a part of "
+                                 f"{fqn}: pass all of its parameters as uncut= when wrapping, or "
+                                 f"use DDP")
+        if any(bucket.unreduced for bucket in self._buckets):
+            self._refuse(f"{name} steps while no_sync() holds gradients back, or after a backward "
+                         f"that raised")
+        own = given - self._elsewhere
+        has_gradient = any(shard.grad is not None for shard in own)
+        if self._awaits_backward and own and not has_closure and not has_gradient:
+            self._refuse(f"{name} steps after no backward, or one with inputs=, which is not "
+                         f"supported")
+        self._hide_all()
+        self._check_shards()
+        for shard in self._elsewhere:
+            shard.grad = None  # a loss over the shards has left an empty one
+        # What is whole may be looked at. On the rest torch's optimizers work element by element,
+        # and a Part would cost them time.
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        for shard in given:
+            if isinstance(shard.grad, Part) and (is_torchs or shard in self._whole):
+                shard.grad.__class__ = torch.Tensor
+
+    def full_parameters(self):
+        self._hide_all()
+        self._bring_home()
+        yield from super().full_parameters()
+
+    def load_state_dict(self, state_dict):
+        self._hide_all()
+        super().load_state_dict(state_dict)
+
+    def load_full_state_dict(self, state_dict):
+        self._hide_all()
+        super().load_full_state_dict(state_dict)
