@@ -67,11 +67,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ddp import (DDP, HierarchicalState, TopKState, clip_gradients_, hierarchical_hook, in_backward,
-                 top_k_hook, total_norm)
+from ddp import DDP, HierarchicalState, clip_gradients_, in_backward, total_norm
 from model import (GPT, GPTConfig, PRESETS, peak_flops, read_llama_config, read_llama_weights,
                    write_llama)
 from oracle import average_gradients
+from trainer.comm_hooks import TopKState, hierarchical_hook, top_k_hook
 from zero import Zero1, Zero2, Zero3
 
 

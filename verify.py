@@ -104,9 +104,10 @@ from torch.utils.checkpoint import checkpoint
 import ddp
 import oracle
 import zero
-from ddp import DDP, HierarchicalState, PlainDDP, TopKState, hierarchical_hook, top_k_hook
+from ddp import DDP, HierarchicalState, PlainDDP
 from model import GPT, GPTConfig, PRESETS
 from oracle import average_gradients
+from trainer.comm_hooks import TopKState, hierarchical_hook, top_k_hook
 from zero import PlainZero1, PlainZero2, PlainZero3, Zero1, Zero2, Zero3, find_units
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -3948,7 +3949,8 @@ def bench_makes_tables():
     with temporary() as folder:
         for path in (*HERE.glob("*.py"), HERE / "bench.sh"):
             shutil.copy(path, folder / path.name)
-        shutil.copytree(HERE / "assets", folder / "assets")
+        for path in ("assets", "trainer"):
+            shutil.copytree(HERE / path, folder / path)
         bench = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
         done = bench(["./bench.sh", "bits", "--worlds", "2", "--modes", "zero2 zero3 zero9",
                       "--max_steps", "2", *sizes])
@@ -4038,6 +4040,7 @@ def is_caught(file, old, new, name):
     with temporary() as folder:
         for path in (*HERE.glob("*.py"), HERE / "README.md", HERE / "bench.sh"):
             shutil.copyfile(path, folder / path.name)  # without its mode: it may be read-only
+        shutil.copytree(HERE / "trainer", folder / "trainer")
         (folder / file).write_text(text.replace(old, new))
         done = subprocess.run([sys.executable, "verify.py", name], cwd=folder, capture_output=True)
     return done.returncode == 1 and b"FAILED" in done.stdout
