@@ -25,9 +25,9 @@ elements sent per rank and step; one number per parameter to agree on which were
 memory of a bucket, for what arrives. It works on any accelerator of torch, on the stream of the
 forward.
 
-In this order: collectives, buckets, the reducer that ZeRO shares, `PlainDDP`, comm
-hooks, clipping. That is all of DDP. The last section, guards, protects from mistakes: `DDP` is
-`PlainDDP` behind `Guards`. `from ddp import PlainDDP as DDP` switches them off, and no bit changes.
+In this order: collectives, buckets, the reducer that ZeRO shares, `PlainDDP`, comm hooks, clipping.
+That is all of DDP. The last lines put `Guards` of guards.py before it, which protect from mistakes:
+that is `DDP`. `from ddp import PlainDDP as DDP` switches them off, and no bit changes.
 """
 
 import contextlib
@@ -37,11 +37,14 @@ import itertools
 import math
 import time
 import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
 from guards import Guards
+
+Group = dist.ProcessGroup | None  # None: all ranks
 
 
 # -------------------------------------------------------------------------------------------------
@@ -63,36 +66,6 @@ from guards import Guards
 # accelerator the current stream waits, and the CPU goes on. Call all of them on the stream of the
 # forward. On accelerators all ranks have to make all calls in one order. On CPU the tag tells
 # messages apart, so the order may differ between calls with different tags.
-
-
-def count_ranks(flags, device, process_group):
-    """Start to count, on device, on how many ranks each of flags, a list of bools, is set -> a
-    function that waits for the list of these numbers. Costs an all-reduce of 4 bytes per flag."""
-    # non_blocking: else the CPU would wait here for all that the device has yet to do.
-    counts = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)
-    work = dist.all_reduce(counts, group=process_group, async_op=True)
-
-    def wait():
-        work.wait()
-        return counts.tolist()
-
-    return wait
-
-
-def add_in_rank_order(contributions, out):
-    """out = ((c0 + c1) + c2) + ..., where out may have any dtype, and may be one of them.
-
-    contributions: tensors c0, c1, ... of one shape, in rank order. The sum is made in c0's memory,
-    then copied to out, unless that is the same memory. If c0 has 16 bits, the sum is made in fp32
-    in memory of its own, and rounded once, to out.
-    """
-    total, *rest = contributions
-    if total.dtype.itemsize == 2:
-        total = total.float()
-    for contribution in rest:  # not torch.sum over a stack, which regroups from W = 5 on
-        total += contribution
-    if out.data_ptr() != total.data_ptr():
-        out.copy_(total)
 
 
 def exchange(sends, receives, process_group, tag):
@@ -121,7 +94,23 @@ def is_native(flat, W):
     return not flat.is_cpu and len(flat) % W == 0
 
 
-def reduce_scatter(flat, process_group=None, tag=0):
+def add_in_rank_order(contributions: list[torch.Tensor], out: torch.Tensor) -> None:
+    """out = ((c0 + c1) + c2) + ..., where out may have any dtype, and may be one of them.
+
+    contributions: tensors c0, c1, ... of one shape, in rank order. The sum is made in c0's memory,
+    then copied to out, unless that is the same memory. If c0 has 16 bits, the sum is made in fp32
+    in memory of its own, and rounded once, to out.
+    """
+    total, *rest = contributions
+    if total.dtype.itemsize == 2:
+        total = total.float()
+    for contribution in rest:  # not torch.sum over a stack, which regroups from W = 5 on
+        total += contribution
+    if out.data_ptr() != total.data_ptr():
+        out.copy_(total)
+
+
+def reduce_scatter(flat: torch.Tensor, process_group: Group = None, tag: int = 0):
     """Start to send each rank its chunk of flat, 1-D -> a function finish(out, earlier), which
     waits and adds.
 
@@ -172,7 +161,7 @@ def reduce_scatter_at_once(flat, process_group):
     return finish
 
 
-def all_gather(flat, process_group=None, tag=0):
+def all_gather(flat: torch.Tensor, process_group: Group = None, tag: int = 0):
     """Start to fill all chunks of flat, 1-D, from the ranks that own them -> a function that waits.
     """
     rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -188,9 +177,10 @@ def gather_chunks(chunks, process_group, tag):
     return exchange([own] * len(chunks), chunks, process_group, tag)
 
 
-def all_reduce(flat, process_group=None, tag=0):
-    """Sum flat, 1-D, over ranks in place: a generator, whose first next() starts it. Where it
-    yields, communication is under way, and others may compute."""
+def all_reduce(flat: torch.Tensor, process_group: Group = None, tag: int = 0):
+    """Sum flat, 1-D, over ranks in place. A generator, a reduction: its first next() starts it. It
+    yields where communication is under way, so that the caller can compute meanwhile. The next()
+    after that waits, and goes on. `for _ in all_reduce(flat): pass` sums at once."""
     if dist.get_world_size(process_group) == 2:
         # Two contributions have only one order: torch's own has the right bits, and is faster.
         wait = dist.all_reduce(flat, group=process_group, async_op=True).wait
@@ -203,7 +193,21 @@ def all_reduce(flat, process_group=None, tag=0):
     wait()
 
 
-def broadcast(tensors, process_group):
+def count_ranks(flags: list[bool], device: torch.device, process_group: Group):
+    """Start to count, on device, on how many ranks each of flags, a list of bools, is set -> a
+    function that waits for the list of these numbers. Costs an all-reduce of 4 bytes per flag."""
+    # non_blocking: else the CPU would wait here for all that the device has yet to do.
+    counts = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)
+    work = dist.all_reduce(counts, group=process_group, async_op=True)
+
+    def wait():
+        work.wait()
+        return counts.tolist()
+
+    return wait
+
+
+def broadcast(tensors: list[torch.Tensor], process_group: Group) -> None:
     """Overwrite tensors by rank 0's, and wait."""
     if tensors:
         group = process_group or dist.group.WORLD  # of None that function would crash
@@ -217,8 +221,9 @@ def broadcast(tensors, process_group):
 
 @dataclasses.dataclass(eq=False)  # eq=False: a comparison of two would compare tensors
 class Slot:
-    """What a bucket knows of one of its parameters."""
+    """The place of a parameter in a bucket."""
     bucket: "Bucket"
+    parameter: torch.nn.Parameter
     fqn: str  # its fully qualified name, such as "blocks.0.mlp.down.weight"
     shape: torch.Size
     strides: tuple  # in the buffer, where there are no gaps
@@ -248,59 +253,61 @@ class Bucket:
         parameters   a (2, 3)       b (2,)      with align = 4
         gradients    a a a a a a - - b b - -    n = 12; a starts at 0, b at 8
 
-        slots        {parameter: Slot}
+        slots        one for each parameter
         gradients    the flat buffer, of n elements or a few more, so that it can be cut into
                      chunks of one size; or None while there is no memory for it
-        unreduced    parameters of which this rank has a gradient in the buffer that is not averaged
-                     yet: this backward has brought it, or one in no_sync()
+        unreduced    the slots of which this rank has a gradient in the buffer that is not yet
+                     summed over ranks: this backward has brought it, or one in no_sync()
     """
 
     def __init__(self, parameters, names, align=1):
-        self.slots, self.n, self.unreduced = {}, 0, set()
+        self.slots, self.n, self.unreduced = [], 0, set()
         for p in parameters:
             packed = torch.empty_like(p, device="meta")  # has p's order of dimensions, and no gaps
-            self.slots[p] = Slot(self, names[p], p.shape, packed.stride(), self.n, owner=p)
+            slot = Slot(self, p, names[p], p.shape, packed.stride(), self.n, owner=p)
+            self.slots.append(slot)
             self.n += round_up(p.numel(), align)
         self.gradients = None
 
     def __repr__(self):
         """For errors, profiles and debuggers."""
-        first_slot = next(iter(self.slots.values()))
-        n_bytes = self.n * first_slot.owner.dtype.itemsize
-        return f"the bucket from {first_slot.fqn} on ({1e-6 * n_bytes:.2f} MB)"
+        first = self.slots[0]
+        n_bytes = self.n * first.owner.dtype.itemsize
+        return f"the bucket from {first.fqn} on ({1e-6 * n_bytes:.2f} MB)"
 
-    def view(self, p, buffer):
-        """All of p in a buffer of n elements."""
-        slot = self.slots[p]
+    def view(self, slot, buffer):
+        """All of a parameter in a buffer of n elements."""
         start = buffer.storage_offset() + slot.start  # as_strided counts from the memory's begin
         return buffer.as_strided(slot.shape, slot.strides, start)
 
-    def place_of_gradient(self, p):
-        """The part of `gradients` that is p's, in p's shape. `.data` gives it its own _version:
-        views of one buffer share theirs, and autograd would take a write to one for a write to
-        all."""
-        return self.view(p, self.gradients).data
+    def place_of_gradient(self, slot):
+        """The part of `gradients` that is a parameter's, in its shape. `.data` gives it its own
+        _version: views of one buffer share theirs, and autograd would take a write to one for a
+        write to all."""
+        return self.view(slot, self.gradients).data
 
-    def put(self, p):
-        """Write p.grad to its place in `gradients`, and let `p.grad` be that place: so the sum over
-        ranks will be in `p.grad`, and autograd adds the next micro-step there. If it is there
-        already, `p.grad` stays the same object, as scripts keep lists of gradients. Note p in
-        `unreduced`. If p.grad is None, write zeros, as other ranks may have used p."""
-        place = self.place_of_gradient(p)
+    def put(self, slot):
+        """Write the parameter's `.grad` to its place in `gradients`, and let `.grad` be that place:
+        so the sum over ranks will be in `.grad`, and autograd adds the next micro-step there. If it
+        is there already, `.grad` stays the same object, as scripts keep lists of gradients. Note
+        the slot in `unreduced`. If `.grad` is None, write zeros, as other ranks may have used the
+        parameter."""
+        p, place = slot.parameter, self.place_of_gradient(slot)
         if p.grad is None:
             place.zero_()
             return
         if p.grad.data_ptr() != place.data_ptr():
             p.grad = place.copy_(p.grad)  # frees what autograd has made
-        self.unreduced.add(p)
+        self.unreduced.add(slot)
 
-    def give_mean(self, p):
-        """Some rank has used p: its gradient is what is in the buffer."""
-        if p.grad is None:
-            p.grad = self.place_of_gradient(p)
+    def give_mean(self, slot):
+        """Some rank has used the parameter: its gradient is what is in the buffer."""
+        if slot.parameter.grad is None:
+            slot.parameter.grad = self.place_of_gradient(slot)
 
 
-def fill_buckets(parameters, cap_bytes, first_bytes=2**20):
+def fill_buckets(parameters: list[torch.nn.Parameter], cap_bytes: float,
+                 first_bytes: float = 2**20) -> list[list[torch.nn.Parameter]]:
     """Divide parameters, in this order, into lists: the buckets. -> the lists in the order in which
     they were closed, then those that are still open, in the order in which they were opened.
 
@@ -348,17 +355,20 @@ def weakly(method, *first):
 class Backward:
     """A backward under way, from the first sign of it to the engine's callback.
 
-    Is there a gradient of p?  `p in unready`           not yet: this backward will bring it
-                               `p in bucket.unreduced`  in the bucket, on this rank, not averaged
-                               n_ranks > 0              on some rank: its mean becomes `.grad`
-
         task          the engine's number of it
-        unready       parameters whose gradient it has yet to bring
+        unready       slots whose gradient it has yet to bring
         is_averaging  whether gradients are averaged: not in no_sync(), nor in a backward that
                       reaches none of the parameters
         scale         what gradients are multiplied by before the sum
         to_launch     buckets that are yet to be reduced, in order
-        launched      [(what is being reduced, a function that waits for it)]
+        launched      [(a text that names it, a reduction under way)]
+
+    Is there a gradient of a parameter? There are three such questions:
+
+        slot in backward.unready     this backward will bring one
+        slot in bucket.unreduced     this rank has one, in the bucket; it is not yet averaged
+        slot.owner.grad is not None  there is one for the optimizer; from the end of a backward on,
+                                     where some rank had one, it is the mean
     """
 
     def __init__(self, task, unready, buckets, scale):
@@ -379,8 +389,8 @@ class Reducer(torch.nn.Module):
         the backward ends          _finalize_backward -> _wait_for_buckets
 
     A subclass calls `_track` with the buckets of trained parameters, in the order in which a
-    backward fills them. It has `shard_group`, and `_reduce(bucket)`, which starts to reduce one and
-    returns a function that waits for the end.
+    backward fills them. It has `shard_group`, and `_reduce(bucket)`, a generator like `all_reduce`:
+    it yields where communication is under way.
     """
 
     def __init__(self, module, process_group, find_unused_parameters, options, init_sync=True):
@@ -428,28 +438,35 @@ class Reducer(torch.nn.Module):
 
     def _track(self, buckets, frozen=()):
         """From now on move the gradients of these buckets' parameters into them. frozen: buckets
-        whose parameters get no gradient. Both together are `_slots`, {parameter: its slot}, in the
-        order of the module."""
+        whose parameters get no gradient.
+
+            _buckets          those that get gradients
+            _slots            {parameter, a frozen one too: its slot}, in the order of the module
+            _trained          slots of those that get gradients, in that order
+            _accumulate_grad  {such a slot: the node of the graph that adds to `.grad`}; autograd
+                              would make another one for each backward if nobody kept it
+            exposed_s         seconds that the training thread has waited for communication. For an
+                              accelerator's stream it does not wait, and so cannot tell: nan
+        """
         self._buckets = buckets
         slots = {}
         for bucket in (*buckets, *frozen):
-            slots |= bucket.slots
-            # A bucket and its slots refer to each other: with this wrapper both go at once.
+            for slot in bucket.slots:
+                slots[slot.parameter] = slot
+            # A bucket and its slots refer to each other. So that both go with this wrapper, at
+            # once, and not when the garbage collector comes:
             weakref.finalize(self, bucket.slots.clear)
         self._slots = {p: slots[p] for p in self.module.parameters() if p in slots}
-        self._trained = [p for p, slot in self._slots.items() if slot.bucket in buckets]
-        self._is_on_cpu = all(p.is_cpu for p in self._trained)
-        # Seconds that the training thread has waited for communication. For an accelerator's stream
-        # it does not wait, and so cannot tell: nan.
+        self._trained = [slot for slot in self._slots.values() if slot.bucket in buckets]
+        self._is_on_cpu = all(slot.parameter.is_cpu for slot in self._trained)
         self.exposed_s = 0.0 if self._is_on_cpu else math.nan
-        for p in self._trained:
+        self._accumulate_grad = {}
+        for slot in self._trained:
+            p = slot.parameter
             self._remove_at_end(p.register_hook(weakly(self._notice_backward)))
             mark_param_ready = weakly(self._mark_param_ready)
             self._remove_at_end(p.register_post_accumulate_grad_hook(mark_param_ready))
-        # AccumulateGrad is the node of the graph that adds to p.grad. Autograd would make another
-        # one for each backward if nobody kept it.
-        self._accumulate_grad = {
-            p: torch.autograd.graph.get_gradient_edge(p).node for p in self._trained}
+            self._accumulate_grad[slot] = torch.autograd.graph.get_gradient_edge(p).node
 
     def _remove_at_end(self, handle):
         """Remove a hook, by its handle, when this wrapper is deleted."""
@@ -469,14 +486,14 @@ class Reducer(torch.nn.Module):
 
     # ---- what a script calls
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forgets a backward that has raised."""
         super().zero_grad(set_to_none)
         if self._backward is not None:
             self._wait_for_buckets()
             self._backward = None
 
-    def set_gradient_divide_factor(self, factor):
+    def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by factor, a number above 0, and no longer by W,
         from the next backward on. As FSDP2's. A factor that is no power of two rounds each gradient
         before the sum. For the same bits at every W set 1, and divide after the sum, as
@@ -484,7 +501,7 @@ class Reducer(torch.nn.Module):
         self.gradient_divide_factor = factor
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Backwards in here only accumulate, in the buckets; the next one outside averages all. It
         matters where the backward runs, not where the forward does."""
         before = self.require_backward_grad_sync
@@ -494,7 +511,7 @@ class Reducer(torch.nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def clip_grad_norm_(self, max_norm):
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients in place to a total norm of at most max_norm; return the norm before,
         a float64 scalar, the same on every rank. A collective if they are sharded."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
@@ -520,9 +537,9 @@ class Reducer(torch.nn.Module):
         if self.require_backward_grad_sync:
             # Only parameters that this backward reaches: a bucket must not wait for the others. In
             # torch.autograd.grad() of a parameter the engine raises here: nothing would average.
-            for p, node in self._accumulate_grad.items():
+            for slot, node in self._accumulate_grad.items():
                 if torch._C._will_engine_execute_node(node):
-                    unready.add(p)
+                    unready.add(slot)
         self._backward = Backward(task, unready, self._buckets, self._scale_before_sum())
         torch.autograd.Variable._execution_engine.queue_callback(self._finalize_backward)
 
@@ -536,11 +553,11 @@ class Reducer(torch.nn.Module):
         p is no longer unready. Move its gradient into its bucket. If autograd has left it undefined
         (`p.grad` is None), p still counts as used when find_unused_parameters=False, as in torch's
         DDP. Launch the buckets that are ready."""
-        self._backward.unready.discard(p)
-        bucket = self._slots[p].bucket
-        bucket.put(p)
+        slot = self._slots[p]
+        self._backward.unready.discard(slot)
+        slot.bucket.put(slot)
         if not self.find_unused_parameters:
-            bucket.unreduced.add(p)
+            slot.bucket.unreduced.add(slot)
         self._launch_ready_buckets()
 
     def _is_ready(self, bucket):
@@ -549,30 +566,36 @@ class Reducer(torch.nn.Module):
 
     def _launch_ready_buckets(self, at_end=False):
         """Start to reduce buckets, as far as they are ready. In their order, which all ranks have
-        in common; the order in which they fill may differ. At the end all of them go. What this
-        backward has not reached gets what no_sync() has held back for it, or zeros."""
+        in common; the order in which they fill may differ. At the end all of them go. A parameter
+        that this backward has not reached sends what no_sync() has held back for it, or zeros.
+
+        Before one is started, those under way go on: `_advance`."""
         backward = self._backward
         while backward.to_launch:
             bucket = backward.to_launch[0]
             if not at_end and not self._is_ready(bucket):
                 return
             backward.to_launch.pop(0)
-            for p in bucket.slots:
-                bucket.put(p)  # which does nothing where this backward has brought a gradient
+            for slot in bucket.slots:
+                if slot not in bucket.unreduced:
+                    bucket.put(slot)
             if backward.scale != 1:
                 bucket.gradients.mul_(backward.scale)
             self._advance()
-            what, reduction = f"reduce {bucket}", self._reduce(bucket)
+            what = f"reduce {bucket}"
+            reduction = self._reduce(bucket)
             backward.launched.append((what, reduction))
             with torch.profiler.record_function(f"start: {what}"):
                 next(reduction)
 
     def _advance(self):
         """Each reduction under way goes on to its next `yield`, the oldest first, or to its end."""
-        launched = self._backward.launched
-        for what, reduction in list(launched):
-            if self._wait_for(what, lambda: next(reduction, "end")) == "end":
-                launched.remove((what, reduction))
+        under_way = []
+        for what, reduction in self._backward.launched:
+            go_on = functools.partial(next, reduction, "at its end")
+            if self._wait_for(what, go_on) != "at its end":
+                under_way.append((what, reduction))
+        self._backward.launched = under_way
 
     def _wait_for_buckets(self):
         """Wait for the buckets that have been launched."""
@@ -595,36 +618,37 @@ class Reducer(torch.nn.Module):
     def _finalize_backward(self):
         """The engine's callback after a backward.
 
-        If it averages: launch the buckets that are left, wait for all, and count the ranks that
-        have used each parameter, which costs an all-reduce of a number per parameter. One that some
-        rank has used gets its mean; one that no rank has used keeps `grad is None`.
-        In any case note in `_has_averaged` whether this one has, and that no backward is under way.
-        At last, with find_unused_parameters=False, raise RuntimeError naming the parameters that
+        If it averages: launch the buckets that are left, wait for all, and `_give_means`. In any
+        case note in `_has_averaged` whether this one has, and that no backward is under way. At
+        last, with find_unused_parameters=False, raise RuntimeError naming the parameters that
         are not frozen and that some rank has not used: by `_refuse_unused`. On an accelerator that
         is for the next forward or backward, as in torch: here the CPU would wait for the device.
         """
-        backward = self._backward
-        n_ranks = []  # without averaging nothing is given
-        if backward.is_averaging:
+        is_averaging = self._backward.is_averaging
+        if is_averaging:
             self._launch_ready_buckets(at_end=True)
             self._wait_for_buckets()
-            n_ranks = self._count_ranks_that_used()
-        for p, n in zip(self._trained, n_ranks):
-            if n > 0:
-                self._slots[p].bucket.give_mean(p)
-        if backward.is_averaging:
-            for bucket in self._buckets:
-                bucket.unreduced.clear()
-        self._has_averaged = backward.is_averaging
+            self._give_means()
+        self._has_averaged = is_averaging
         self._backward = None
         if self._is_on_cpu:
             self._refuse_unused()
 
+    def _give_means(self):
+        """A parameter that some rank has used gets its mean; one that no rank has used keeps
+        `grad is None`. Now nothing is unreduced."""
+        for slot, n in zip(self._trained, self._count_ranks_that_used()):
+            if n > 0:
+                slot.bucket.give_mean(slot)
+        for bucket in self._buckets:
+            bucket.unreduced.clear()
+
     def _count_ranks_that_used(self):
-        """[on how many ranks each parameter was used]. W for all if this rank has used all: its own
-        use suffices, and it need not wait."""
-        is_used = [p in self._slots[p].bucket.unreduced for p in self._trained]
-        wait = count_ranks(is_used, self._trained[0].device, self.process_group)
+        """[on how many ranks each parameter was used]; costs an all-reduce of a number for each. W
+        for all if this rank has used all: its own use suffices, and it need not wait."""
+        is_used = [slot in slot.bucket.unreduced for slot in self._trained]
+        device = self._trained[0].parameter.device
+        wait = count_ranks(is_used, device, self.process_group)
         if not self.find_unused_parameters:
             self._unread_counts = wait
         if all(is_used):
@@ -637,9 +661,9 @@ class Reducer(torch.nn.Module):
         if wait is None:
             return
         unused = []
-        for p, n in zip(self._trained, self._wait_for("agree on use", wait)):
-            if n < self.world_size and p.requires_grad:
-                unused.append(self._slots[p].fqn)
+        for slot, n in zip(self._trained, self._wait_for("agree on use", wait)):
+            if n < self.world_size and slot.parameter.requires_grad:
+                unused.append(slot.fqn)
         if unused:
             self._refuse(f"no gradient in the last backward, on some rank, for {unused}: freeze "
                          f"them, or pass find_unused_parameters=True, or use_reentrant=False")
@@ -676,10 +700,12 @@ class PlainDDP(Reducer):
     such may not take part in the same backward.
     """
 
-    def __init__(self, module, device_ids=None, output_device=None, dim=0, broadcast_buffers=True,
-                 init_sync=True, process_group=None, bucket_cap_mb=None,
-                 find_unused_parameters=False, check_reduction=False, gradient_as_bucket_view=False,
-                 static_graph=False, forward_sync_buffers=None):
+    def __init__(self, module: torch.nn.Module, device_ids: list | None = None, output_device=None,
+                 dim: int = 0, broadcast_buffers: bool = True, init_sync: bool = True,
+                 process_group: Group = None, bucket_cap_mb: float | None = None,
+                 find_unused_parameters: bool = False, check_reduction: bool = False,
+                 gradient_as_bucket_view: bool = False, static_graph: bool = False,
+                 forward_sync_buffers: bool | None = None):
         super().__init__(module, process_group, find_unused_parameters, [f"{bucket_cap_mb=}"],
                          init_sync)
         self.device_ids = device_ids
@@ -736,11 +762,12 @@ class PlainDDP(Reducer):
         So divide it by W / factor first."""
         growth = self.world_size / self.gradient_divide_factor
         if self._has_averaged and growth != 1:
-            for p in self._trained:
-                if p.grad is not None:
-                    p.grad.div_(growth)
-        for bucket in self._buckets:  # a script may have dropped, or assigned, some since
-            bucket.unreduced = {p for p in bucket.slots if p.grad is not None}
+            for slot in self._trained:
+                if slot.parameter.grad is not None:
+                    slot.parameter.grad.div_(growth)
+        for bucket in self._buckets:
+            # no_sync() has left it in `.grad`, unless a script has dropped that: `put` will see.
+            bucket.unreduced.clear()
         super()._prepare_for_backward(task)
 
     def _scale_before_sum(self):
@@ -752,13 +779,17 @@ class PlainDDP(Reducer):
     def _reduce(self, bucket):
         """Sum bucket's gradients over ranks, in place."""
         if self._comm_hook is None:
-            yield from all_reduce(bucket.gradients, self.process_group, self._first_tag)
-        else:  # one at a time: a hook may communicate while it is waited for
-            future = self._comm_hook(self.comm_state, GradBucket(bucket, self._buckets))
-            yield
-            bucket.gradients[:bucket.n].copy_(future.wait())
+            return all_reduce(bucket.gradients, self.process_group, self._first_tag)
+        return self._call_comm_hook(bucket)
 
-    def register_comm_hook(self, state, hook):
+    def _call_comm_hook(self, bucket):
+        """As `all_reduce`. With one yield: so one hook is over before the next one is called, as it
+        may communicate while it is waited for."""
+        future = self._comm_hook(self.comm_state, GradBucket(bucket, self._buckets))
+        yield
+        bucket.gradients[:bucket.n].copy_(future.wait())
+
+    def register_comm_hook(self, state: object, hook: Callable) -> None:
         """From now on hook(state, bucket) -> Future reduces each bucket, taking the mean included.
 
         bucket has the methods of torch.distributed.GradBucket.
@@ -767,12 +798,12 @@ class PlainDDP(Reducer):
             raise TypeError("DDP: a comm hook must be callable, and registered only once")
         self.comm_state, self._comm_hook = state, torch.no_grad()(hook)
 
-    def full_parameters(self):
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (original name, whole parameter), a tied one once."""
         for name, p in self.module.named_parameters():
             yield name, p.detach()
 
-    def shard_starts(self):
+    def shard_starts(self) -> dict[str, int]:
         """{original name: where this rank's part begins in the parameter, in elements}: 0."""
         return {name: 0 for name, _ in self.module.named_parameters()}
 
@@ -796,13 +827,13 @@ class GradBucket:
         return self._bucket is self._buckets[-1]
 
     def parameters(self):
-        return list(self._bucket.slots)
+        return [slot.parameter for slot in self._bucket.slots]
 
     def buffer(self):
         return self._buffer
 
     def gradients(self):
-        return [self._bucket.view(p, self._buffer) for p in self._bucket.slots]
+        return [self._bucket.view(slot, self._buffer) for slot in self._bucket.slots]
 
     def set_buffer(self, buffer):
         self._buffer = buffer
@@ -817,7 +848,7 @@ class HierarchicalState:
     place in every node. A collective. Raises ValueError unless node_size divides the world size.
     """
 
-    def __init__(self, node_size, process_group=None):
+    def __init__(self, node_size: int, process_group: Group = None):
         group = process_group or dist.group.WORLD
         ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
         if node_size < 1 or len(ranks) % node_size > 0:
@@ -838,7 +869,7 @@ class HierarchicalState:
 # clipping
 
 
-def total_norm(tensors, process_group=None):
+def total_norm(tensors: list[torch.Tensor], process_group: Group = None) -> torch.Tensor:
     """2-norm of all tensors together, a float64 scalar, the same on every rank. A complex number
     counts as two.
 
@@ -857,7 +888,8 @@ def total_norm(tensors, process_group=None):
     return total.sqrt()
 
 
-def clip_gradients_(gradients, max_norm, process_group=None, divide_by=1):
+def clip_gradients_(gradients: list[torch.Tensor], max_norm: float, process_group: Group = None,
+                    divide_by: float = 1) -> torch.Tensor:
     """Divide gradients in place by divide_by; then scale them in place to a total norm of at most
     max_norm. Return the norm after the division and before the scaling, a float64 scalar.
 

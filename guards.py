@@ -6,7 +6,6 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 
@@ -65,8 +64,8 @@ class Guards:
         super()._track(buckets, frozen)
         # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
         # there is a weak reference.
-        self._not_to_swap = [weakref.ref(p) for p in self._trained]
-        self._given = {}  # {parameter: a weak reference to the `.grad` that its owner was given}
+        self._guard_not_to_swap = [weakref.ref(slot.parameter) for slot in self._trained]
+        self._guard_given = {}  # {slot: a weak reference to the `.grad` that its owner was given}
 
     @torch.compiler.disable
     def _prepare_forward(self):
@@ -95,26 +94,26 @@ class Guards:
 
     def _prepare_for_backward(self, task):
         super()._prepare_for_backward(task)
-        for p, reference in self._given.items():
+        for slot, reference in self._guard_given.items():
             kept = reference()
-            if kept is not None and kept is not self._slots[p].owner.grad:
+            if kept is not None and kept is not slot.owner.grad:
                 with torch._C.DisableTorchFunctionSubclass():
                     kept.data = kept.data.clone()  # this backward will write to the bucket
 
     def _mark_param_ready(self, p):
         is_sparse = p.grad is not None and p.grad.is_sparse
         if torch.is_grad_enabled() or is_sparse:  # create_graph=True enables it in a backward
-            self._refuse(f"{self._slots[p].fqn}: no support of create_graph and of sparse gradients")
+            name = self._slots[p].fqn
+            self._refuse(f"{name}: no support of create_graph and of sparse gradients")
         super()._mark_param_ready(p)
 
     def _finalize_backward(self):
         try:
             super()._finalize_backward()
         finally:  # it may raise after it has given gradients
-            for p in self._trained:
-                gradient = self._slots[p].owner.grad
-                if gradient is not None:
-                    self._given[p] = weakref.ref(gradient)
+            for slot in self._trained:
+                if slot.owner.grad is not None:
+                    self._guard_given[slot] = weakref.ref(slot.owner.grad)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -175,7 +174,7 @@ class Absent(torch.nn.Parameter):
             raise RuntimeError(f"{name} of a list of parameters: {ABSENT}")
         p = absent[0]
         slot = p._watch.slot
-        bucket, shard = slot.bucket, slot.owner
+        shard = slot.owner
         with torch._C.DisableTorchFunctionSubclass():
             if is_attribute and name == "grad" and torch._C._current_graph_task_id() == -1:
                 return function(shard, *args[1:])
@@ -184,7 +183,7 @@ class Absent(torch.nn.Parameter):
             if name in QUESTIONS or is_attribute and name not in VALUES:
                 return function(*args, **kwargs)
             if is_written and not isinstance(args[1], cls):
-                return shard.detach().copy_(bucket.part_of(p, args[1]))
+                return shard.detach().copy_(slot.bucket.part_of(slot, args[1]))
         raise RuntimeError(f"{name} of {slot.fqn}: {ABSENT}")
 
 
@@ -273,19 +272,17 @@ class ShardGuards(Guards):
 
     def _add_hooks(self):
         super()._add_hooks()
-        check = weakref.WeakMethod(self._check_optimizer)
-        self._remove_at_end(register_optimizer_step_pre_hook(lambda *step: check()(*step)))
-        self._awaits_backward = False  # whether there was a forward since the last backward
-        self._hidden = set()  # units whose parameters are Absent
-        self._part_class = type("Part", (Part,), {"shard_group": self.shard_group})
-        self._held_class = type("Held", (Held,), {"shard_group": self.shard_group})
-        self._whole = set()  # shards of uncut parameters
-        self._elsewhere = set()  # and those of them that other ranks own: empty here
+        self._guard_awaits_backward = False  # whether there was a forward since the last backward
+        self._guard_hidden = set()  # units whose parameters are Absent
+        self._guard_part = type("Part", (Part,), {"shard_group": self.shard_group})
+        self._guard_held = type("Held", (Held,), {"shard_group": self.shard_group})
+        self._guard_whole = set()  # shards of uncut parameters
+        self._guard_elsewhere = set()  # and those of them that other ranks own: empty here
         for p, slot in self._slots.items():
             if p in self._uncut:
-                self._whole.add(slot.owner)
-                if slot.bucket.is_elsewhere(p):
-                    self._elsewhere.add(slot.owner)
+                self._guard_whole.add(slot.owner)
+                if slot.bucket.is_elsewhere(slot):
+                    self._guard_elsewhere.add(slot.owner)
             seen = p.data_ptr(), p._version, p.requires_grad
             p._watch = Watch(slot, type(p), slot.owner.data_ptr(), seen)
         self._hide_all()
@@ -298,36 +295,36 @@ class ShardGuards(Guards):
 
     def _hide(self, unit):
         """Let nobody read unit's parameters."""
-        if unit not in self._hidden:
+        if unit not in self._guard_hidden:
             self._take_back(unit)
             self._make_absent(unit)
 
     def _take_back(self, unit):
         """What a forward has written to unit's parameters goes to the shards; so does a freeze."""
         for p in unit.parameters:
-            watch, value = p._watch, p.data
-            address, version, requires_grad = watch.seen
+            slot, value = p._watch.slot, p.data
+            address, version, requires_grad = p._watch.seen
             if (value.data_ptr(), p._version) != (address, version):
                 # .data: this is no change of version, so the graphs of this forward stay valid.
-                watch.slot.owner.data.copy_(watch.slot.bucket.part_of(p, value))
+                slot.owner.data.copy_(slot.bucket.part_of(slot, value))
             if p.requires_grad != requires_grad:
-                watch.slot.owner.requires_grad = p.requires_grad
+                slot.owner.requires_grad = p.requires_grad
 
     def _make_absent(self, unit):
         for p in unit.parameters:
             p.__class__ = Absent
-        self._hidden.add(unit)
+        self._guard_hidden.add(unit)
 
     def _wait_for_unshard(self, unit):
         """After it unit's parameters may be read."""
-        if unit not in self._hidden or not unit.is_unsharded:
+        if unit not in self._guard_hidden or not unit.is_unsharded:
             return super()._wait_for_unshard(unit)
         for p in unit.parameters:
             p.__class__ = p._watch.kind
         super()._wait_for_unshard(unit)
         for p in unit.parameters:
             p._watch.seen = p.data_ptr(), p._version, p.requires_grad
-        self._hidden.discard(unit)
+        self._guard_hidden.discard(unit)
 
     def _unshard(self, unit):
         if not unit.is_unsharded:
@@ -336,7 +333,7 @@ class ShardGuards(Guards):
 
     def _reshard(self, unit):
         """Stage 3 only: unit's parameters become Absent."""
-        if unit is None or not unit.is_unsharded:
+        if not unit.is_unsharded:
             return
         self._wait_for_unshard(unit)
         self._take_back(unit)
@@ -369,10 +366,10 @@ class ShardGuards(Guards):
         """A script may replace `.data` of shards, as in `p.data = p.data - lr * p.grad`, or
         exchange it, as in `p.data, e.data = e.data, p.data`. Then what was a shard's memory may be
         e's now. So the bucket moves to new memory, with the new values."""
-        for bucket in self._all_buckets:
+        for bucket in self._all_buckets():
             has_moved = False
-            for p, slot in bucket.slots.items():
-                if slot.owner.data_ptr() != p._watch.home:
+            for slot in bucket.slots:
+                if slot.owner.data_ptr() != slot.parameter._watch.home:
                     has_moved = True
             if has_moved:
                 self._move(bucket)
@@ -381,13 +378,14 @@ class ShardGuards(Guards):
         """Copy the shards' values to new memory, and the shards with them."""
         values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
         own = bucket.own_chunk(values)
-        for p, slot in bucket.slots.items():
-            bucket.shard_view(p, own).copy_(slot.owner)
+        for slot in bucket.slots:
+            bucket.shard_view(slot, own).copy_(slot.owner)
         self._keep_parameters(bucket, values)
-        for p, slot in bucket.slots.items():
-            slot.owner.data = bucket.shard_view(p, bucket.sharded)
-            p._watch.home = slot.owner.data_ptr()
-        bucket.unit.version = -1  # to be gathered also between micro-steps in no_sync()
+        for slot in bucket.slots:
+            slot.owner.data = bucket.shard_view(slot, bucket.sharded)
+            slot.parameter._watch.home = slot.owner.data_ptr()
+        # It was an update: to be gathered, also between micro-steps; and graphs before it are old.
+        torch.autograd.graph.increment_version([slot.owner for slot in bucket.slots])
 
     # ---- forward
 
@@ -400,7 +398,7 @@ class ShardGuards(Guards):
 
     def _begin_forward(self, module):
         if torch.is_grad_enabled():
-            self._awaits_backward = True
+            self._guard_awaits_backward = True
         super()._begin_forward(module)
 
     def _end_forward(self):
@@ -414,17 +412,16 @@ class ShardGuards(Guards):
         """Take the marks away. Where no_sync() held a gradient back and the mark is gone already,
         zero_grad() of an optimizer has dropped it. Where a loss over shards has added to the mark,
         by which its version is above 0, it is a gradient."""
-        for bucket in self._buckets:
-            for p, slot in bucket.slots.items():
-                gradient = slot.owner.grad
-                if p in bucket.unreduced and not isinstance(gradient, Held):
-                    bucket.unreduced.discard(p)
-                is_mark = isinstance(gradient, Held) and gradient is p._watch.mark
-                if is_mark and gradient._version == 0:
-                    slot.owner.grad = None
-                elif isinstance(gradient, Part):
-                    gradient.__class__ = torch.Tensor
-                p._watch.mark = None
+        for slot in self._trained:
+            watch, gradient = slot.parameter._watch, slot.owner.grad
+            if not isinstance(gradient, Held):
+                slot.bucket.unreduced.discard(slot)
+            is_mark = isinstance(gradient, Held) and gradient is watch.mark
+            if is_mark and gradient._version == 0:
+                slot.owner.grad = None
+            elif isinstance(gradient, Part):
+                gradient.__class__ = torch.Tensor
+            watch.mark = None
         super()._prepare_for_backward(task)
         for unit in self._units:
             self._refuse_old_graphs(unit)
@@ -432,27 +429,27 @@ class ShardGuards(Guards):
     def _finalize_backward(self):
         """Put the marks on. Outside of a forward nobody reads parameters now."""
         super()._finalize_backward()
-        self._awaits_backward = False
-        for bucket in self._buckets:
-            for p, slot in bucket.slots.items():
-                is_held = p in bucket.unreduced
-                if is_held and slot.owner.grad is None:
-                    p._watch.mark = torch.zeros_like(slot.owner)
-                    slot.owner.grad = p._watch.mark
-                if slot.owner.grad is not None:
-                    slot.owner.grad.__class__ = self._held_class if is_held else self._part_class
+        self._guard_awaits_backward = False
+        for slot in self._trained:
+            is_held = slot in slot.bucket.unreduced
+            if is_held and slot.owner.grad is None:
+                slot.parameter._watch.mark = torch.zeros_like(slot.owner)
+                slot.owner.grad = slot.parameter._watch.mark
+            if slot.owner.grad is not None:
+                slot.owner.grad.__class__ = self._guard_held if is_held else self._guard_part
         if not self._in_forward:
             self._hide_all()
 
     # ---- the optimizer, and whole values
 
-    def _check_optimizer(self, optimizer, arguments, options):
-        """Hook of all optimizers: raise if the step would do something else than it seems to. It
-        changes shards, so nobody is to read the parameters any more."""
+    def _before_step(self, optimizer, arguments, options):
+        """Raise if the step would do something else than it seems to. It changes shards, so nobody
+        is to read the parameters any more."""
+        super()._before_step(optimizer, arguments, options)
         given = set()
         for group in optimizer.param_groups:
             given.update(group["params"])
-        if given.isdisjoint(slot.owner for slot in self._slots.values()):
+        if given.isdisjoint(self._shards):
             return
         name = type(optimizer).__name__
         closures = [*arguments[1:], options.get("closure")]  # which will make a backward
@@ -461,27 +458,27 @@ class ShardGuards(Guards):
             self._refuse(f"{name} looks at all whole parameters at once: use DDP")
         if any(word in name.lower() for word in NOT_ELEMENTWISE):
             for fqn, shard in self.named_parameters():
-                if shard in given and shard not in self._whole:
+                if shard in given and shard not in self._guard_whole:
                     self._refuse(f"{name} looks at whole parameters, and would see a part of "
                                  f"{fqn}: pass all of its parameters as uncut= when wrapping, or "
                                  f"use DDP")
         if any(bucket.unreduced for bucket in self._buckets):
             self._refuse(f"{name} steps while no_sync() holds gradients back, or after a backward "
                          f"that raised")
-        own = given - self._elsewhere
+        own = given - self._guard_elsewhere
         has_gradient = any(shard.grad is not None for shard in own)
-        if self._awaits_backward and own and not has_closure and not has_gradient:
+        if self._guard_awaits_backward and own and not has_closure and not has_gradient:
             self._refuse(f"{name} steps after no backward, or one with inputs=, which is not "
                          f"supported")
         self._hide_all()
         self._check_shards()
-        for shard in self._elsewhere:
+        for shard in self._guard_elsewhere:
             shard.grad = None  # a loss over the shards has left an empty one
         # What is whole may be looked at. On the rest torch's optimizers work element by element,
         # and a Part would cost them time.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         for shard in given:
-            if isinstance(shard.grad, Part) and (is_torchs or shard in self._whole):
+            if isinstance(shard.grad, Part) and (is_torchs or shard in self._guard_whole):
                 shard.grad.__class__ = torch.Tensor
 
     def full_parameters(self):

@@ -48,9 +48,13 @@ import collections
 import contextlib
 import functools
 import math
+import typing
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from ddp import (ALIGN_CHUNK_BYTES, Bucket, HierarchicalState, Reducer, add_in_rank_order,
@@ -63,6 +67,16 @@ ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS ke
 
 # -------------------------------------------------------------------------------------------------
 # buckets and units
+
+
+class Sharding(typing.NamedTuple):
+    """What the buckets of a stage have in common."""
+    names: dict  # {parameter: its fully qualified name}
+    W: int  # the number of ranks over which parameters are sharded
+    rank: int  # this rank's number among them
+    device: torch.device
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
 
 
 class ShardedBucket(Bucket):
@@ -92,24 +106,25 @@ class ShardedBucket(Bucket):
         three ranks   a a a b|b c c c|c d d -      S = 4, and a gap of one at the end
     """
 
-    def __init__(self, unit, parameters, names, W, rank, device, param_dtype, reduce_dtype):
-        self.unit, self.rank, self.device, self.dtype = unit, rank, device, parameters[0].dtype
-        is_float = self.dtype.is_floating_point
-        self.param_dtype = param_dtype if param_dtype and is_float else self.dtype
-        self.reduce_dtype = reduce_dtype if reduce_dtype and is_float else self.dtype
+    def __init__(self, unit, parameters, sharding):
+        self.unit, self.rank, self.device = unit, sharding.rank, sharding.device
+        self.dtype = self.param_dtype = self.reduce_dtype = parameters[0].dtype
+        if self.dtype.is_floating_point:
+            self.param_dtype = sharding.param_dtype or self.dtype
+            self.reduce_dtype = sharding.reduce_dtype or self.dtype
         dtypes = self.dtype, self.param_dtype, self.reduce_dtype
         itemsize = min(dtype.itemsize for dtype in dtypes)
-        super().__init__(parameters, names, ALIGN_BYTES // itemsize)
+        super().__init__(parameters, sharding.names, ALIGN_BYTES // itemsize)
         self.n = max(1, self.n)  # some memory also for parameters without elements
-        ends = self.lay_out(W, ALIGN_CHUNK_BYTES // itemsize)
-        self.first, self.end = ends[rank], ends[rank + 1]  # of this rank's chunk
+        ends = self.lay_out(sharding.W, ALIGN_CHUNK_BYTES // itemsize)
+        self.first, self.end = ends[self.rank], ends[self.rank + 1]  # of this rank's chunk
         self.size = self.end - self.first  # S
         self.unsharded, self.sharded, self.sharded_gradients = None, None, None
 
     # ---- which elements are this rank's
 
     def lay_out(self, W, align):
-        """Make n a multiple of W * align -> where chunks begin, and the last one ends."""
+        """Make n a multiple of W * align -> [where chunk 0 begins, chunk 1, ..., and n]."""
         size = round_up(math.ceil(self.n / W), align)
         self.n = W * size
         return range(0, self.n + 1, size)
@@ -124,37 +139,31 @@ class ShardedBucket(Bucket):
         memory = chunk.untyped_storage()._cdata
         return buffer is not None and memory == buffer.untyped_storage()._cdata
 
-    def shard_range(self, p):
-        """(first, end) of this rank's part of p, counted in elements within p, in order of memory.
-        Both are the same number, from 0 to p's number of elements, where it has none.
+    def shard_range(self, slot):
+        """(first, end) of this rank's part of a parameter p, counted in elements within p, in order
+        of memory. Both are the same number, from 0 to p's number of elements, where it has none.
 
             W = 2, S = 8; p has 10 elements. Its first is number 4 of the buffer:
 
             buffer   0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15      rank 0: (0, 4)
             of p             0 1 2 3 | 4 5  6  7  8  9            rank 1: (4, 10)
         """
-        slot = self.slots[p]
         n = slot.shape.numel()
         # Where the chunk begins and ends, seen from p, and from there to the nearest in p.
         first = min(max(self.first - slot.start, 0), n)
         end = min(max(self.end - slot.start, 0), n)
         return first, end
 
-    def shard_view(self, p, buffer):
-        """This rank's part of p, `shard_range`, as a view of buffer, this rank's chunk, (S,). Its
-        shape is (n, 1, ..., 1), with as many dimensions as p; (n,) if p has none; n may be 0. (Then
-        it begins outside of the chunk, which a slice allows.)"""
-        slot, (first, end) = self.slots[p], self.shard_range(p)
+    def shard_view(self, slot, buffer):
+        """This rank's part of a parameter, `shard_range`, as a view of buffer, this rank's chunk,
+        (S,). Its shape is (n, 1, ..., 1), with as many dimensions as the parameter; (n,) if that
+        has none; n may be 0. (Then it begins outside of the chunk, which a slice allows.)"""
+        first, end = self.shard_range(slot)
         start = slot.start + first - self.first
         ones = [1] * (len(slot.shape) - 1)
         return buffer[start:start + end - first].view(end - first, *ones)
 
     # ---- over ranks
-
-    def last_reached(self, places):
-        """Buckets with larger ones come first in a backward. places: {parameter: its place in the
-        module}. This bucket is complete when its first parameter is reached."""
-        return min(places[p] for p in self.slots), 1
 
     def gather(self, buffer, process_group, tag):
         """Start to fill buffer, (n,), from the ranks that own its chunks: `all_gather`."""
@@ -164,20 +173,27 @@ class ShardedBucket(Bucket):
         """Start to send each rank its chunk of gradients: `reduce_scatter`."""
         return reduce_scatter(self.gradients, process_group, tag)
 
+    def place_in_backward(self, places):
+        """A backward completes buckets in falling order of this. places: {parameter: its place in
+        the module}. This bucket is complete when the first of its parameters is reached."""
+        return min(places[slot.parameter] for slot in self.slots), 1
+
     # ---- parameters
 
     def build_shards(self):
         """Make the optimizer's parameters, views of `sharded`."""
-        for p, slot in self.slots.items():
+        for slot in self.slots:
+            p = slot.parameter
             # .data, for a _version of its own: a gather writes to sharded, which is no update.
-            slot.owner = torch.nn.Parameter(self.shard_view(p, self.sharded).data, p.requires_grad)
+            value = self.shard_view(slot, self.sharded).data
+            slot.owner = torch.nn.Parameter(value, p.requires_grad)
             vars(slot.owner).update(vars(p))  # such as p.no_decay, by which a script makes groups
 
-    def part_of(self, p, value):
-        """This rank's part of value, which has the shape of p: shaped as its shard."""
+    def part_of(self, slot, value):
+        """This rank's part of value, which has the shape of the parameter: shaped as its shard."""
         whole = torch.empty(self.n, dtype=value.dtype, device=self.sharded.device)
-        self.view(p, whole).copy_(value)
-        return self.shard_view(p, self.own_chunk(whole))
+        self.view(slot, whole).copy_(value)
+        return self.shard_view(slot, self.own_chunk(whole))
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def point_parameters(self):
@@ -187,69 +203,74 @@ class ShardedBucket(Bucket):
 
         Assigning `.data` is how a value comes and goes. The Parameter stays the same object for the
         module, for its hooks and for autograd's graph; only the memory behind it is another."""
-        for p, slot in self.slots.items():
+        for slot in self.slots:
             if self.unsharded is not None:
-                p.data = self.view(p, self.unsharded)
+                slot.parameter.data = self.view(slot, self.unsharded)
             else:
                 nan = torch.full((), float("nan"), device=self.device).to(self.param_dtype)
-                p.data = nan.expand(slot.shape)
+                slot.parameter.data = nan.expand(slot.shape)
 
     # ---- gradients
 
-    def put(self, p):
-        """Move p.grad into its place in `gradients`, by `place_of_gradient`, and set it to None, so
-        that its memory is freed. (The mean will have another place.) If `gradients` is None it gets
-        memory, (n,). If p is in `unreduced`, there is a gradient, to which p.grad is added."""
+    def put(self, slot):
+        """Move the parameter's `.grad` into its place in `gradients`, by `place_of_gradient`, and
+        set it to None, so that its memory is freed. (The mean will have another place.) If
+        `gradients` is None it gets memory, (n,). If the slot is in `unreduced`, no_sync() has left
+        a sum there, to which `.grad` is added. If there is no gradient at all, write zeros."""
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
-        place = self.place_of_gradient(p)
-        if p not in self.unreduced:
-            place.zero_() if p.grad is None else place.copy_(p.grad)
-        elif p.grad is not None:
-            place.add_(p.grad)
-        if p.grad is not None:
-            self.unreduced.add(p)
-        p.grad = None
+        place = self.place_of_gradient(slot)
+        gradient = slot.parameter.grad
+        slot.parameter.grad = None
+        if gradient is None:
+            if slot not in self.unreduced:
+                place.zero_()
+            return
+        if slot in self.unreduced:
+            place.add_(gradient)
+        else:
+            place.copy_(gradient)
+        self.unreduced.add(slot)
 
-    def place_of_mean(self, p):
-        """The part of `sharded_gradients` that is p's, shaped as its shard. `.data` as in `Bucket`.
-        """
-        return self.shard_view(p, self.sharded_gradients).data
+    def place_of_mean(self, slot):
+        """The part of `sharded_gradients` that is a parameter's, shaped as its shard. `.data` as in
+        `Bucket`."""
+        return self.shard_view(slot, self.sharded_gradients).data
 
-    def give_mean(self, p):
-        """The mean of p's gradient, or this rank's part of it, becomes `.grad` of its shard: the
-        object that it was before, if there was one, as scripts keep lists of gradients."""
-        slot, mean = self.slots[p], self.place_of_mean(p)
+    def is_home(self, slot):
+        """Whether the shard's `.grad` is its part of sharded_gradients, or has no elements."""
+        gradient, mean = slot.owner.grad, self.place_of_mean(slot)
+        if mean.numel() == 0:
+            return True  # the address of nothing is 0 everywhere
+        return gradient is not None and gradient.data_ptr() == mean.data_ptr()
+
+    def give_mean(self, slot):
+        """The mean of a gradient, or this rank's part of it, becomes `.grad` of the shard. If there
+        is a `.grad`, it stays the same object, as scripts keep lists of gradients."""
+        mean = self.place_of_mean(slot)
         if slot.owner.grad is None:
             slot.owner.grad = mean
-        elif not self.is_home(p):
-            slot.owner.grad.data = mean.add_(slot.owner.grad)
-
-    def is_home(self, p):
-        """Whether `.grad` of p's shard lies in sharded_gradients, or has no elements."""
-        gradient, mean = self.slots[p].owner.grad, self.place_of_mean(p)
-        if mean.numel() == 0:
-            return True  # by its address it would be elsewhere: that is 0 anywhere
-        return gradient is not None and gradient.data_ptr() == mean.data_ptr()
+        elif not self.is_home(slot):
+            slot.owner.grad.data = mean.add_(slot.owner.grad)  # a loss over the shards has made it
 
     def accumulated(self):
         """[what the shards' `.grad` hold from micro-steps before, (S,), with zeros where one is
-        None], or [] if all are None. From now on they lie in sharded_gradients, for the sum.
+        None], or [] if all are None. They are to be added to the new means in sharded_gradients,
+        so from now on `.grad` is there.
 
-        In general all are there already, and no memory is needed. But some may be None, a script
-        may have replaced some, and in stage 1 `_prepare_for_backward` has moved them: then they are
-        copied.
+        In general it was there already, and no memory is needed. But a script may have replaced
+        some, or set them to None, and `PlainZero1._prepare_for_backward` moves all of them. Then
+        they are copied.
         """
-        held = [p for p, slot in self.slots.items() if slot.owner.grad is not None]
+        held = [slot for slot in self.slots if slot.owner.grad is not None]
         if not held:
             return []
-        if all(self.is_home(p) for p in self.slots):
+        if all(self.is_home(slot) for slot in self.slots):
             return [self.sharded_gradients]
         together = torch.zeros_like(self.sharded)
-        for p in held:
-            gradient = self.slots[p].owner.grad
-            self.shard_view(p, together).copy_(gradient)
-            gradient.data = self.place_of_mean(p)
+        for slot in held:
+            self.shard_view(slot, together).copy_(slot.owner.grad)
+            slot.owner.grad.data = self.place_of_mean(slot)
         return [together]
 
 
@@ -282,7 +303,7 @@ class Unit:
         """A number that grows when the optimizer changes the shards."""
         version = 0
         for bucket in self.buckets:
-            for slot in bucket.slots.values():
+            for slot in bucket.slots:
                 version += slot.owner._version
         return version
 
@@ -336,7 +357,7 @@ def cast_floats(inputs, dtype):
 #   _keep_gradients        all; the own means lie in them    only own means   .
 #
 #   _begin_forward         start to unshard all units        .                reshard all; plan the
-#                                                                             prefetch order
+#                                                                             order
 #   _use                   make the root and the unit whole  .                ... and take notes of
 #                                                                             weights
 #   _unshard               start the all-gather              .                ... in new memory,
@@ -390,10 +411,13 @@ class PlainZero1(Reducer):
     not divide the number of ranks.
     """
 
-    def __init__(self, module, process_group=None, units=None, param_dtype=None, reduce_dtype=None,
-                 shard_size=None, offload=False, init_fn=None, device=None, uncut=()):
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None,
+                 units: Iterable[nn.Module] | None = None, param_dtype: torch.dtype | None = None,
+                 reduce_dtype: torch.dtype | None = None, shard_size: int | None = None,
+                 offload: bool = False, init_fn: Callable[[nn.Module], object] | None = None,
+                 device: torch.device | str | None = None, uncut: Iterable[nn.Parameter] = ()):
+        self._uncut = set_of_parameters(module, uncut)
         options = [f"{param_dtype=} {reduce_dtype=} {shard_size=}"]
-        self._uncut = self._set_of_parameters(module, uncut)
         for name, p in module.named_parameters():
             if p in self._uncut:
                 options.append(f"uncut: {name}")
@@ -402,7 +426,8 @@ class PlainZero1(Reducer):
         self._make_groups(shard_size)
         self._device = self._choose_device(device)
         self._offloads = offload and self._device.type != "cpu"
-        self._accumulates = False  # whether the last backward was in no_sync()
+        self._is_last_backward = True  # set_is_last_backward() changes it
+        self._may_have_stepped = True  # whether shards may differ from what was last gathered
         self._in_forward = []  # (module, its unit) of forwards under way, the innermost last
         # Of the 2**11 tags of this wrapper one for each kind of message, and one for each unit.
         self._reduce_tag = self._first_tag
@@ -410,23 +435,10 @@ class PlainZero1(Reducer):
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype, init_fn)
         self._track(*self._order_of_backward())
+        self._shards = {slot.owner for slot in self._slots.values()}
         self._add_hooks()
 
     # ---- construction
-
-    def _set_of_parameters(self, module, uncut):
-        """uncut as a set. Raises ValueError where it is no list of parameters of module."""
-        try:
-            found = set() if uncut is None else set(uncut)
-        except TypeError:  # it is nothing that has elements
-            found = {uncut}
-        wrong = found - set(module.parameters())
-        if wrong:
-            kind = type(wrong.pop()).__name__
-            raise ValueError(f"{self._get_name()}: uncut must be a list of parameters of the "
-                             f"module, such as [p for p in module.parameters() if p.dim() == 2]; "
-                             f"it has a {kind} that is none of them")
-        return found
 
     def _make_groups(self, shard_size):
         """The ranks over which parameters are sharded; for hybrid sharding the ranks that have the
@@ -479,62 +491,59 @@ class PlainZero1(Reducer):
         for p in self.module.parameters():
             unit_of[p].parameters.append(p)
 
-    def _divide(self, unit, loads, *arguments):
-        """unit's buckets. loads: as for `choose_owners`, of frozen parameters and of trained ones.
-        """
-        parameters = unit.parameters[::-1]  # the last ones first
-        cut = [p for p in parameters if p not in self._uncut]
-        uncut = [p for p in parameters if p in self._uncut]
-        most_bytes = bucket_bytes(self.shard_size)
-        buckets = []
-        for some in fill_buckets(cut, most_bytes, most_bytes):
-            buckets.append(ShardedBucket(unit, some, *arguments))
-        for some in fill_buckets(uncut, math.inf, math.inf):
-            owners = choose_owners(some, loads[some[0].requires_grad])
-            buckets.append(OwnedBucket(owners, unit, some, *arguments))
-        return buckets
-
     @torch.no_grad()
     def _build_buckets(self, reduce_dtype, init_fn):
-        """Divide the parameters of each unit among buckets. Fill what is on the meta device, agree
-        with rank 0, keep what the stage keeps, and free the rest. Unit by
+        """Divide the parameters of each unit among buckets, the last ones first. Fill what is on
+        the meta device, agree with rank 0, keep what the stage keeps, and free the rest. Unit by
         unit, so that a rank has one unit more than it keeps. Until the end, a parameter on the meta
         device has a stand-in, a real one with its values: see `fill_meta`."""
-        rank, stand_ins = dist.get_rank(self.shard_group), {}
-        self._all_buckets = []  # also of frozen parameters
         names = {p: name for name, p in self.module.named_parameters()}
-        # {whether parameters are trained: bytes that each rank owns}. Apart, since a trained one
-        # takes more memory: gradients and the optimizer's state.
-        loads = {True: [0] * self.shard_size, False: [0] * self.shard_size}
+        sharding = Sharding(names, self.shard_size, dist.get_rank(self.shard_group), self._device,
+                            self.param_dtype, reduce_dtype)
+        most_bytes = bucket_bytes(self.shard_size)
+        loads = {}  # of `owned_buckets`
+        stand_ins = {}
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
-            unit.buckets = self._divide(unit, loads, names, self.shard_size, rank, self._device,
-                                        self.param_dtype, reduce_dtype)
+            cut = [p for p in reversed(unit.parameters) if p not in self._uncut]
+            for parameters in fill_buckets(cut, most_bytes, most_bytes):
+                unit.buckets.append(ShardedBucket(unit, parameters, sharding))
+            uncut = [p for p in reversed(unit.parameters) if p in self._uncut]
+            unit.buckets += owned_buckets(unit, uncut, sharding, loads)
             for bucket in unit.buckets:
-                self._all_buckets.append(bucket)
-                values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
-                for p in bucket.slots:
-                    real = stand_ins.get(p, p)
-                    bucket.view(p, values).copy_(real)
-                    real.data, real.grad = values.new_empty(0), None  # frees its memory
-                # As bytes: gloo knows no broadcast of int16 or float8.
-                dist.broadcast(values.view(torch.uint8), group_src=0, group=self.process_group)
-                self._keep_parameters(bucket, values)
-                bucket.build_shards()
+                self._take_values(bucket, stand_ins)
         swap(stand_ins)
         broadcast(list(self.module.buffers()), self.process_group)
-        for bucket in self._all_buckets:
+        for bucket in self._all_buckets():
             bucket.point_parameters()
+
+    def _take_values(self, bucket, stand_ins):
+        """Give bucket and its shards rank 0's values; free the memory of its parameters."""
+        values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
+        for slot in bucket.slots:
+            real = stand_ins.get(slot.parameter, slot.parameter)
+            bucket.view(slot, values).copy_(real)
+            real.data = values.new_empty(0)
+            real.grad = None
+        # As bytes: gloo knows no broadcast of int16 or float8.
+        dist.broadcast(values.view(torch.uint8), group_src=0, group=self.process_group)
+        self._keep_parameters(bucket, values)
+        bucket.build_shards()
+
+    def _all_buckets(self):
+        """Also those of frozen parameters."""
+        return [bucket for unit in self._units for bucket in unit.buckets]
 
     def _order_of_backward(self):
         """The buckets with trained parameters, in the order in which a backward, which starts at
         the end, completes them; and the others."""
         places = {p: place for place, p in enumerate(self.module.parameters())}
-        trained, frozen = [], []
-        for bucket in self._all_buckets:
-            is_trained = next(iter(bucket.slots)).requires_grad
-            (trained if is_trained else frozen).append(bucket)
-        trained.sort(key=lambda bucket: bucket.last_reached(places), reverse=True)
+        trained = []
+        frozen = []
+        for bucket in self._all_buckets():
+            buckets = trained if bucket.slots[0].parameter.requires_grad else frozen
+            buckets.append(bucket)
+        trained.sort(key=lambda bucket: bucket.place_in_backward(places), reverse=True)
         return trained, frozen
 
     def _keep_parameters(self, bucket, values):
@@ -554,7 +563,10 @@ class PlainZero1(Reducer):
 
     def _add_hooks(self):
         """On the modules themselves, so that `model.module(x)` works, and on all that have
-        parameters: a unit may be a mere container, and a script may call a part of the model."""
+        parameters: a unit may be a mere container, and a script may call a part of the model. And
+        on all optimizers."""
+        before_step = register_optimizer_step_pre_hook(weakly(self._before_step))
+        self._remove_at_end(before_step)
         for unit in self._units:
             for m in unit.submodules:
                 if m is unit.module or m._parameters:
@@ -601,14 +613,17 @@ class PlainZero1(Reducer):
         yet if module, which the script calls, is only a part of the model.
 
         In general all have to: is_unsharded becomes False. (A step has changed the shards, or a
-        script, whose writes to `.data` leave no trace.) But if the last backward was in no_sync()
-        (`_accumulates`), no step is due, and weights are sent again only where the shards have
-        another version than when they were last unsharded.
-        (All ranks must decide alike. So do not ask `unreduced` of the buckets: if a backward has
-        raised, it may differ between ranks.)
+        script, whose writes to `.data` leave no trace.) But if no step can have come
+        (`_may_have_stepped`), as between micro-steps in no_sync(), only those have to whose shards
+        have another version than when they were last unsharded.
+
+        All ranks must decide alike, or some wait forever. So nothing is asked here that differs
+        between ranks: no gradients, which a backward that raised may have left on one rank alone.
+        And a step is noticed by its hook, `_before_step`: of shards that another rank owns no
+        version tells.
         """
         for unit in self._units:
-            if not self._accumulates or unit.version != unit.current_version():
+            if self._may_have_stepped or unit.version != unit.current_version():
                 unit.is_unsharded = False
             if module is self.module:
                 self._unshard(unit)
@@ -659,32 +674,30 @@ class PlainZero1(Reducer):
         for bucket in self._buckets:
             means = bucket.sharded_gradients
             if means is not None and bucket.lies_in(means, bucket.gradients):
-                for slot in bucket.slots.values():
+                for slot in bucket.slots:
                     if slot.owner.grad is not None:
                         slot.owner.grad.data = slot.owner.grad.data.clone()
 
     def _reduce(self, bucket):
-        """Start to send each rank its chunk of bucket's gradients -> a function that waits, and
-        leaves this rank's means in bucket.sharded_gradients.
+        """Reduce bucket's gradients to the owners of the chunks: this rank's means come into
+        bucket.sharded_gradients. A generator, as `all_reduce`. The next bucket waits for its end,
+        so that one at a time is under way, which bounds memory.
 
-        1. Wait for the bucket before: one at a time, which bounds the memory in flight. (With
-           hybrid sharding only start the sum over groups of the bucket before, and wait for that
-           of the bucket before it.)
-        2. The first time, make bucket.sharded_gradients: `_keep_gradients`.
-        3. What the shards have in `.grad` is `earlier`, on the device of the gradients: Zero2 and
-           Zero3 accumulate micro-steps so.
-        4. Start `bucket.scatter` over the shard group, with `_reduce_tag`.
-        When that is waited for:
-        5. sharded_gradients = earlier, plus all ranks' chunks in rank order. With hybrid sharding
-           the own chunk is first summed over this group, then over groups, by `SumOverGroups`; then
-           sharded_gradients = earlier plus that sum. (The order matters for the bits.)
-        6. Free the gradients, unless sharded_gradients lies in them.
+        1. The first time, make bucket.sharded_gradients: `_keep_gradients`.
+        2. Start `bucket.scatter` over the shard group, with `_reduce_tag`. Yield.
+        3. sharded_gradients = `accumulated()`, on the device of the gradients, plus all ranks'
+           chunks in rank order. (Zero2 and Zero3 accumulate micro-steps so.)
+           With hybrid sharding the own chunk is summed over this group, in place, then over groups,
+           with a yield meanwhile; then it is added to what is accumulated.
+        4. Free the gradients, unless sharded_gradients lies in them.
         """
         if bucket.sharded_gradients is None:
             self._keep_gradients(bucket)
         add = bucket.scatter(self.shard_group, self._reduce_tag)
         yield
-        if self._replicate_group is not None:
+        if self._replicate_group is None:
+            add(bucket.sharded_gradients, self._earlier(bucket))
+        else:
             own = bucket.own_chunk(bucket.gradients)
             add(own)
             sum_over_groups = all_reduce(own, self._replicate_group)
@@ -692,15 +705,13 @@ class PlainZero1(Reducer):
             yield
             for _ in sum_over_groups:
                 pass
-
-            def add(out, earlier):
-                add_in_rank_order([*earlier, own], out)
-
-        earlier = [t.to(self._device) for t in bucket.accumulated()]
-        add(bucket.sharded_gradients, earlier)
+            add_in_rank_order([*self._earlier(bucket), own], bucket.sharded_gradients)
         if not bucket.lies_in(bucket.sharded_gradients, bucket.gradients):
             with torch.profiler.record_function(f"free: gradients of {bucket}"):
                 bucket.gradients = None  # until `put` gets the next one
+
+    def _earlier(self, bucket):
+        return [t.to(self._device) for t in bucket.accumulated()]
 
     def _keep_gradients(self, bucket):
         """Set bucket.sharded_gradients, (S,). Here whole gradients are kept, so the means of the
@@ -711,17 +722,33 @@ class PlainZero1(Reducer):
         bucket.sharded_gradients = self._new_chunk(bucket) if is_apart else own
 
     def _finalize_backward(self):
+        """As `Reducer`, and note whether a step may follow."""
         super()._finalize_backward()
-        self._accumulates = not self.require_backward_grad_sync
+        self._may_have_stepped = self.require_backward_grad_sync and self._is_last_backward
 
-    def zero_grad(self, set_to_none=True):
+    def _before_step(self, optimizer, arguments, options):
+        """Hook of all optimizers, before a step: it may be one that nobody has announced."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in self._shards:
+                    self._may_have_stepped = True
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether a step follows the next backwards; FSDP2's name. It does until told
+        otherwise. After a backward that no step follows, stages 1 and 2 keep the parameters: the
+        next forward does not gather them again. So stage 2 with n micro-steps sends n + 1 instead
+        of 2 n times (W-1)/W Psi. If shards change all the same, it gathers. All ranks have to say
+        the same. It changes no bit, and nothing in stage 3."""
+        self._is_last_backward = is_last_backward
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forgets what no_sync() has held back, and a backward that has raised, for whose
         all-gathers it waits."""
         super().zero_grad(set_to_none)
         for unit in self._units:
             self._wait_for_unshard(unit)
-        self._accumulates = False
-        for bucket in self._all_buckets:
+        self._may_have_stepped = True
+        for bucket in self._all_buckets():
             bucket.unreduced.clear()
 
     # ---- parameters and state, the same in every stage
@@ -738,7 +765,8 @@ class PlainZero1(Reducer):
         memory}: beside `named_parameters()` all that it takes to load at another world size."""
         starts = {}
         for name, p in self.module.named_parameters():
-            starts[name], _ = self._slots[p].bucket.shard_range(p)
+            slot = self._slots[p]
+            starts[name], _ = slot.bucket.shard_range(slot)
         return starts
 
     @torch.no_grad()
@@ -747,14 +775,15 @@ class PlainZero1(Reducer):
         the whole parameters of one unit. A collective: every rank has to go through all of it."""
         wholes = {}  # {bucket: its whole parameters}, of one unit
         for name, p in self.module.named_parameters():
-            bucket = self._slots[p].bucket
+            slot = self._slots[p]
+            bucket = slot.bucket
             if bucket not in wholes:
                 wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
                 whole = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
                 bucket.own_chunk(whole).copy_(bucket.sharded)
                 bucket.gather(whole, self.shard_group, self._full_parameters_tag)()
                 wholes[bucket] = whole
-            yield name, bucket.view(p, wholes[bucket]).clone()
+            yield name, bucket.view(slot, wholes[bucket]).clone()
 
     @torch.no_grad()
     def full_state_dict(self):
@@ -797,7 +826,7 @@ class PlainZero1(Reducer):
         for name, t in ours.items():
             if t in self._slots:
                 slot = self._slots[t]
-                slot.owner.copy_(slot.bucket.part_of(t, state_dict[name]))
+                slot.owner.copy_(slot.bucket.part_of(slot, state_dict[name]))
             else:
                 t.copy_(state_dict[name])
 
@@ -870,24 +899,18 @@ class PlainZero3(PlainZero2):
     is not whole is nan; it may be so outside of its unit's forward, also for the root. Under
     autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
 
-        _prefetch_order    units that this forward or backward has yet to unshard
-        _last_prefetched   the unit that was last taken from it
-        _older, _newer     the two units that are whole beside the root, or None; the older is freed
-                           next
+        _order             units in the order in which all ranks unshard them, in this forward or
+                           backward
+        _n_begun           how many of these this rank has begun to unshard
+        _two_units         those that are whole beside the root, the newer one last
         _note_contexts     of the forwards under way: in them autograd's saves become notes
         _bucket_at_memory  {memory: the bucket whose whole parameters are there}
     """
 
     def _build_units(self, modules):
-        """As stage 1, and what the prefetch order needs."""
         super()._build_units(modules)
-        self._note_contexts, self._bucket_at_memory = [], {}
-        self._gathered = []
-        self._plan([])
-
-    def _plan(self, units):
-        """The order in which all ranks begin to unshard; the n_begun first ones have begun."""
-        self._order, self._n_begun = units, 0
+        self._order, self._n_begun = [], 0
+        self._two_units, self._note_contexts, self._bucket_at_memory = [], [], {}
 
     def _keep_parameters(self, bucket, values):
         """Keep only the own chunk, in memory of its own."""
@@ -898,42 +921,48 @@ class PlainZero3(PlainZero2):
     def _unshard_and_wait(self, unit):
         """Unshard unit and wait.
 
-        Before: `_prefetch_next` until unit is not in the prefetch order any more, since other ranks
-        may wait for the units up to it. After: `_prefetch_next` once more, so that the next unit is
-        on its way while unit is in use; but only if there is a next one, if unit was the last that
-        was prefetched (else the next one is on its way already), and if unit is not the older one
-        of the two, as it may be after a call out of order, since then it would free itself."""
-        place = self._order.index(unit) if unit in self._order else -1
-        self._begin(place + 1)
+        Before, begin all units up to it in the order, since other ranks may wait for them. After,
+        begin the next one, so that it is on its way while unit is in use. But not if that has
+        begun, nor if unit is the older of the two, as it may be after a call out of order: then it
+        would be freed for the next one."""
+        n = self._order.index(unit) + 1 if unit in self._order else 0
+        self._begin(n)
         super()._unshard_and_wait(unit)
-        if self._n_begun == place + 1 and (unit is self._root or unit is self._gathered[-1]):
-            self._begin(place + 2)
+        is_kept = unit is self._root or unit is self._two_units[-1]
+        if self._n_begun == n and is_kept:
+            self._begin(n + 1)
 
     def _begin(self, n):
-        """Begin to unshard the first n units of the order."""
+        """Begin to unshard the first n units of the order, as far as that was not done.
+
+        One may be whole already, and be the older one of the two: so is block 2 above when block 3
+        begins its backward. Then make it the newer one: it is needed next. (A rank that skipped it
+        unshards it now, and there it is the newer one, too. All ranks must free the same unit
+        next.) In a backward, launch the buckets that only waited for this: see `_is_ready`.
+        """
         while self._n_begun < min(n, len(self._order)):
             unit = self._order[self._n_begun]
             self._n_begun += 1
             self._unshard(unit)
-            if unit in self._gathered:  # from before: it is needed next, so it is the newest
-                self._gathered.remove(unit)
-                self._gathered.append(unit)
+            if unit in self._two_units:
+                self._two_units.remove(unit)
+                self._two_units.append(unit)
             if in_backward():
                 self._launch_ready_buckets()
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def _unshard(self, unit):
-        """Unless unit is unsharded: free the older unit; now unit is the newer one, and the one
-        that was newer is the older. (The root is neither.) Allocate (n,) in param_dtype for all
+        """Unless unit is unsharded: if there are two units beside the root, free the older one; now
+        unit is the newer one. (The root is neither.) Allocate (n,) in param_dtype for all
         of unit's buckets before any gets one: running out of memory must leave none of them half
         changed. That is bucket.unsharded; note in `_bucket_at_memory` whose it is, by
         `untyped_storage()._cdata`. Then gather as stage 1."""
         if unit.is_unsharded:
             return
         if unit is not self._root:
-            if len(self._gathered) == 2:
-                self._reshard(self._gathered.pop(0))
-            self._gathered.append(unit)
+            if len(self._two_units) == 2:
+                self._reshard(self._two_units.pop(0))
+            self._two_units.append(unit)
         buffers = []
         for bucket in unit.buckets:
             buffers.append(torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device))
@@ -943,8 +972,8 @@ class PlainZero3(PlainZero2):
         super()._unshard(unit)
 
     def _reshard(self, unit):
-        """Free the memory of unit, if it is one and is unsharded."""
-        if unit is None or not unit.is_unsharded:
+        """Free the memory of unit, if it is unsharded."""
+        if not unit.is_unsharded:
             return
         self._wait_for_unshard(unit)  # on a rank that skips unit nothing else waits for it
         unit.is_unsharded = False
@@ -957,15 +986,16 @@ class PlainZero3(PlainZero2):
     def _reshard_all(self):
         for unit in self._units:
             self._reshard(unit)
-        self._gathered.clear()
+        self._two_units.clear()
 
-    # ---- forward and backward, in the prefetch order
+    # ---- forward and backward, in order
 
     def _begin_forward(self, module):
-        """Free all, since shards may have changed. The prefetch order is that of the units; it is
-        empty if a script calls a part of the model."""
+        """Free all, since shards may have changed. The order is that of the units; it is empty if a
+        script calls a part of the model."""
         self._reshard_all()
-        self._plan(self._units if module is self.module else [])
+        self._order = self._units if module is self.module else []
+        self._n_begun = 0
 
     def _use(self, unit):
         """As stage 1. From here to `_post_forward`, what autograd saves of whole units is a note.
@@ -991,10 +1021,10 @@ class PlainZero3(PlainZero2):
             self._reshard_all()
 
     def _prepare_for_backward(self, task):
-        """As stage 1. The prefetch order leads back through the units. The root is whole from here
-        on."""
+        """As stage 1. The order leads back through the units. The root is whole from here on."""
         super()._prepare_for_backward(task)
-        self._plan([self._root, *reversed(self._units[1:])])
+        self._order = [self._root, *reversed(self._units[1:])]
+        self._n_begun = 0
         self._unshard_and_wait(self._root)
 
     def _is_ready(self, bucket):
@@ -1004,8 +1034,8 @@ class PlainZero3(PlainZero2):
         to unshard the next one before it has the gradients. A rank that skips the unit has no
         gradients to wait for, and would reduce first.
         """
-        up_to_next = min(self._order.index(bucket.unit) + 2, len(self._order))
-        return super()._is_ready(bucket) and self._n_begun >= up_to_next
+        n_up_to_next = min(self._order.index(bucket.unit) + 2, len(self._order))
+        return super()._is_ready(bucket) and self._n_begun >= n_up_to_next
 
     def _finalize_backward(self):
         """Unshard also what only other ranks use. Then nothing is needed any more, unless this
@@ -1134,6 +1164,21 @@ def fill_meta(module, unit, device, init_fn):
 # has one rank that owns it, and updates it as one process would.
 
 
+def set_of_parameters(module, uncut):
+    """uncut as a set. Raises ValueError where it is no list of parameters of module."""
+    try:
+        found = set() if uncut is None else set(uncut)
+    except TypeError:  # it is nothing that has elements
+        found = {uncut}
+    wrong = found - set(module.parameters())
+    if wrong:
+        kind = type(wrong.pop()).__name__
+        raise ValueError(f"uncut must be a list of parameters of the module, such as [p for p in "
+                         f"module.parameters() if p.dim() == 2]; it has a {kind} that is none of "
+                         f"them")
+    return found
+
+
 def choose_owners(parameters, loads):
     """{parameter: the rank that owns all of it}. The largest first, each to the rank that has least
     so far. loads: the bytes that each rank has so far, of the whole model; they grow."""
@@ -1143,6 +1188,20 @@ def choose_owners(parameters, loads):
         owners[p] = rank
         loads[rank] += p.nbytes
     return owners
+
+
+def owned_buckets(unit, parameters, sharding, loads):
+    """[one bucket for all uncut parameters of a unit and a kind, whatever its size]: the more there
+    are in a bucket, the more even its chunks.
+
+    loads: {whether parameters are trained: [bytes that each rank owns so far]}, which begins as {}.
+    Apart, since a trained one takes more memory: gradients and the optimizer's state."""
+    buckets = []
+    for some in fill_buckets(parameters, math.inf, math.inf):
+        of_this_kind = loads.setdefault(some[0].requires_grad, [0] * sharding.W)
+        owners = choose_owners(some, of_this_kind)
+        buckets.append(OwnedBucket(owners, unit, some, sharding))
+    return buckets
 
 
 class OwnedBucket(ShardedBucket):
@@ -1174,38 +1233,43 @@ class OwnedBucket(ShardedBucket):
     other one fails on a rank that owns none.
     """
 
-    def __init__(self, owners, unit, parameters, *arguments):
+    def __init__(self, owners, unit, parameters, sharding):
         self.owners = owners
         # Those of an owner lie together.
-        super().__init__(unit, sorted(parameters, key=owners.get), *arguments)
+        super().__init__(unit, sorted(parameters, key=owners.get), sharding)
 
     def lay_out(self, W, align):
         """Cut where the parameters of the next rank begin. One that owns none has an empty chunk.
         """
         self.cuts = []
         for rank in range(1, W):
-            starts = [slot.start for p, slot in self.slots.items() if self.owners[p] >= rank]
+            starts = []
+            for slot in self.slots:
+                if self.owners[slot.parameter] >= rank:
+                    starts.append(slot.start)
             self.cuts.append(min(starts, default=self.n))
         return [0, *self.cuts, self.n]
 
-    def is_elsewhere(self, p):
-        """Whether another rank owns p."""
-        return self.owners[p] != self.rank
+    def is_elsewhere(self, slot):
+        """Whether another rank owns the parameter."""
+        return self.owners[slot.parameter] != self.rank
 
-    def shard_view(self, p, buffer):
-        """All of p, in p's shape, where this rank owns it; otherwise nothing."""
-        part, slot = super().shard_view(p, buffer), self.slots[p]
-        return part if self.is_elsewhere(p) else part.as_strided(slot.shape, slot.strides)
+    def shard_view(self, slot, buffer):
+        """All of a parameter, in its shape, where this rank owns it; otherwise nothing."""
+        part = super().shard_view(slot, buffer)
+        if self.is_elsewhere(slot):
+            return part
+        return part.as_strided(slot.shape, slot.strides)
 
-    def give_mean(self, p):
-        """Where another rank owns p, `.grad` is None, so that every optimizer leaves the empty
-        shard alone: some divide by its number of elements."""
-        if self.is_elsewhere(p):
-            self.slots[p].owner.grad = None
+    def give_mean(self, slot):
+        """Where another rank owns the parameter, `.grad` is None, so that every optimizer leaves
+        the empty shard alone: some divide by its number of elements."""
+        if self.is_elsewhere(slot):
+            slot.owner.grad = None
         else:
-            super().give_mean(p)
+            super().give_mean(slot)
 
-    def last_reached(self, places):
+    def place_in_backward(self, places):
         """After all other buckets of its unit. Those hold small parameters, such as norms. A bucket
         waits for the one before it, so they would otherwise wait for the matrices."""
         return min(places[p] for p in self.unit.parameters), 0
