@@ -181,7 +181,7 @@ def all_reduce(flat: torch.Tensor, process_group: Group = None, tag: int = 0):
     """Sum flat, 1-D, over ranks in place. A generator, a reduction: its first next() starts it. It
     yields where communication is under way, so that the caller can compute meanwhile. The next()
     after that waits, and goes on. `for _ in all_reduce(flat): pass` sums at once."""
-    if dist.get_world_size(process_group) == 2:
+    if dist.get_world_size(process_group) <= 2:
         # Two contributions have only one order: torch's own has the right bits, and is faster.
         wait = dist.all_reduce(flat, group=process_group, async_op=True).wait
     else:
@@ -908,25 +908,7 @@ def clip_gradients_(gradients: list[torch.Tensor], max_norm: float, process_grou
 
 
 # -------------------------------------------------------------------------------------------------
-# private functions of torch that this file uses; why, and what to do when one goes
-#
-#   torch._C._current_graph_task_id         autograd's number of the backward under way, -1 outside;
-#                                           otherwise set a flag in the hooks of the loss
-#   torch._C._will_engine_execute_node      whether this backward will reach a parameter; torch's
-#                                           register_multi_grad_hook() uses it. Otherwise walk the
-#                                           graph from the loss, as torch's DDP does
-#   _execution_engine.queue_callback        run something when the backward ends; torch's DDP and
-#                                           FSDP2 use it. There is no other way
-#   dist._broadcast_coalesced               one message for many small buffers; or one for each
-#   dist.utils._to_kwargs                   torch DDP's way to move inputs; or `tree_map`
-#   group._get_backend().options._timeout   a group's timeout; or ask the user for it
-#   _get_object_coll_device                 a device that the group serves; or the parameters'
-#   _foreach_norm, _foreach_mul_            one call for many tensors; or a loop
-#   torch._C.DisableTorchFunctionSubclass   sees ZeRO's shards as plain tensors; or `as_subclass`
-#   _ddp_params_and_buffers_to_ignore       what torch's DDP is told to leave alone; it is torch's
-#                                           contract with its users, and stays
-#   p._post_accumulate_grad_hooks           for guards: who else has a hook on p; or do not ask
-#   p._in_backward_optimizers               for guards: whether p steps by itself; or do not ask
+# with guards
 
 
 class NoReducer:
@@ -939,8 +921,7 @@ class NoReducer:
         pass
 
 
-# Without Guards in the next line this is PlainDDP.
-class DDP(Guards, PlainDDP):
+class DDP(Guards, PlainDDP):  # without Guards this is PlainDDP
     __doc__ = f"{PlainDDP.__doc__}\n    {Guards.__doc__}"
 
     # What Lightning and Accelerate touch of torch's DDP.

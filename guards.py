@@ -1,4 +1,21 @@
-"""Guards of ddp.py and zero.py: right, or refused."""
+"""Guards of ddp.py and zero.py: what a script does around a wrapper is right, or it is refused.
+
+    class DDP(Guards, PlainDDP)              # the last lines of ddp.py
+    class Zero3(ShardGuards, PlainZero3)     # and, more or less, of zero.py
+
+Data parallelism and ZeRO are complete without this file: `from ddp import PlainDDP as DDP`. But
+there are many ways in which a script can compute something else than its author thinks, such as the
+norm of a gradient of which a rank has only a part. Each is done right here, where few lines can do
+that. Otherwise it raises RuntimeError, in a line that says what to do.
+
+How it works: each method does something before or after the method of the same name in ddp.py or
+zero.py, which it calls by super(). A script without mistakes gets the same bits without guards.
+Names of attributes begin with `_guard_`, as both share one object. Nothing of ours is imported: a
+slot, a bucket and a unit are those of ddp.py and zero.py.
+
+In this order: guards of all wrappers; what a script may do with a parameter (`Absent`) and with a
+gradient (`Part`) of a stage; guards of stages.
+"""
 
 import copy
 import dataclasses
@@ -10,12 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 
 # -------------------------------------------------------------------------------------------------
-# guards: right, or refused
-#
-# What a script does around a wrapper should be right, or raise and say what to do. Nothing above
-# needs what follows: each method here does something before or after the method of the same name
-# above, and calls that by super(). A script without mistakes gets the same bits without them.
-
+# guards of all wrappers
 
 WRAPPERS = {"Reducer", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
@@ -117,10 +129,9 @@ class Guards:
 
 
 # -------------------------------------------------------------------------------------------------
-# guards: right, or refused
+# parameters and gradients of stages
 #
-# What a script does around a stage should be right, or raise and say what to do. Nothing above
-# needs what follows. Its rules:
+# The rules:
 #
 #   - Outside of a forward and of the backward after it a parameter of the module is Absent: it
 #     stands for its shard, and nobody reads an old value.
@@ -240,6 +251,10 @@ def agree_on_inf(found_inf, group):
     found = found_inf.to(dist.distributed_c10d._get_object_coll_device(group))
     dist.all_reduce(found, dist.ReduceOp.MAX, group)
     found_inf.copy_(found)
+
+
+# -------------------------------------------------------------------------------------------------
+# guards of stages
 
 
 class ShardGuards(Guards):

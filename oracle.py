@@ -9,11 +9,13 @@ W processes, the ranks, train one model. Each rank has its own part of the batch
 parallelism each rank has the whole model, too. ZeRO (Rajbhandari et al., arXiv 1910.02054) lets a
 rank keep only 1/W of what it needs now and then: its piece of every parameter, the shard.
 
-            a rank keeps whole       sends per step of n backwards, in (W-1)/W Psi elements
+            a rank keeps whole       sends in a step of n backwards, in (W-1)/W Psi elements
     ddp     all                      2
-    1       parameters, gradients    2           (Psi: the number of parameters)
+    1       parameters, gradients    2
     2       parameters               n + 1
-    3       nothing                  2 n + f n   (f: the part of the parameters that a backward needs)
+    3       nothing                  2 n, and again what the backward needs: at most 3 n
+
+Psi is the number of parameters.
 
 Six facts to know first:
 1. The mean of the ranks' gradients is the gradient of the whole batch. So ranks that begin with

@@ -13,13 +13,14 @@ flat buffers that are cut into W chunks, and rank r owns the r-th of each. An al
 unit before it is used, and a reduce-scatter brings its gradients to the owners of the chunks. The
 stages differ in what a rank keeps whole; for Psi parameters, per rank:
 
-    stage  shards    keeps whole               bytes, fp32, Adam  sent, in (W-1)/W Psi elements
-    Zero1  P_os      parameters and gradients  8 Psi + 8 Psi/W    2 per step
-    Zero2  P_os+g    parameters                4 Psi + 12 Psi/W   2 per micro-step
-    Zero3  P_os+g+p  nothing                   16 Psi/W           3 per micro-step
+    stage  shards    keeps whole               bytes, fp32, Adam  sent in a step, (W-1)/W Psi
+    Zero1  P_os      parameters and gradients  8 Psi + 8 Psi/W    2
+    Zero2  P_os+g    parameters                4 Psi + 12 Psi/W   n + 1
+    Zero3  P_os+g+p  nothing                   16 Psi/W           at most 3 n
 
-(A step may have several backwards, its micro-steps. Zero1 sends once a step if all but the last
-are in no_sync(), by which it holds back gradients, whole, as it has room for them anyway.)
+(A step has n backwards, its micro-steps. Zero1 sends once if all but the last are in no_sync(), by
+which it holds back gradients, whole, as it has room for them anyway. Zero2 sends n + 1 if it is
+told which one is the last, by `set_is_last_backward`, and otherwise 2 n.)
 
 The module keeps its parameters: forward and backward compute with them. The optimizer gets other
 parameters, the shards. (A fused optimizer rounds the last elements of a tensor differently, so that
@@ -36,12 +37,12 @@ Cost beside the table: during the backward three buckets of 25 MB, one that fill
 and what arrives for it (Zero1: the last); in Zero3 the root and two units; under no_sync() whole
 gradients.
 
-oracle.py has the three stages in a hundred lines; here is the same, only earlier. In this order:
-buckets and units; the stages as the
-paper has them: `PlainZero1`, which can be read by itself, what `PlainZero2` does otherwise, and
-what `PlainZero3` adds; the meta device; whole parameters, for Muon. That is all of ZeRO. The last
-section, guards, protects from mistakes: `Zero3` is `PlainZero3` behind `ShardGuards`. `from zero
-import PlainZero3 as Zero3` switches them off, and no bit changes.
+oracle.py has the three stages in a hundred lines. Here is the same, only earlier, in this order:
+buckets and units; the stages as the paper has them: `PlainZero1`, which can be read by itself, what
+`PlainZero2` does otherwise, and what `PlainZero3` adds; the meta device; whole parameters, for
+Muon. That is all of ZeRO. The last lines put `ShardGuards` of guards.py before the stages, which
+protect from mistakes: these are `Zero1`, `Zero2` and `Zero3`. `from zero import PlainZero3 as
+Zero3` switches them off, and no bit changes.
 """
 
 import collections
@@ -186,7 +187,7 @@ class ShardedBucket(Bucket):
             p = slot.parameter
             # .data, for a _version of its own: a gather writes to sharded, which is no update.
             value = self.shard_view(slot, self.sharded).data
-            slot.owner = torch.nn.Parameter(value, p.requires_grad)
+            slot.owner = nn.Parameter(value, p.requires_grad)
             vars(slot.owner).update(vars(p))  # such as p.no_decay, by which a script makes groups
 
     def part_of(self, slot, value):
@@ -287,8 +288,8 @@ class Unit:
         version                  `current_version()` when it was last unsharded; -1: it has to be
     """
 
-    def __init__(self, name, module, tag):
-        self.name, self.module, self.tag = name, module, tag
+    def __init__(self, name, module, tag, is_root=False):
+        self.name, self.module, self.tag, self.is_root = name, module, tag, is_root
         self.submodules, self.parameters = [], []
         self.buckets, self.pending_gathers = [], []
         self.is_unsharded = False
@@ -311,8 +312,8 @@ class Unit:
 def find_units(module):
     """The elements of the outermost ModuleLists of module, except lists of bare parameters, which
     are read by the module around."""
-    if isinstance(module, torch.nn.ModuleList):
-        bare = torch.nn.ParameterList, torch.nn.ParameterDict, type(None)
+    if isinstance(module, nn.ModuleList):
+        bare = nn.ParameterList, nn.ParameterDict, type(None)
         return [element for element in module if not isinstance(element, bare)]
     units = []
     for child in module.children():
@@ -356,13 +357,13 @@ def cast_floats(inputs, dtype):
 #   _keep_parameters       all; the own chunk lies in them   .                only the own chunk
 #   _keep_gradients        all; the own means lie in them    only own means   .
 #
-#   _begin_forward         start to unshard all units        .                reshard all; plan the
-#                                                                             order
+#   _begin_forward         start to unshard all units        .                reshard all; the order
+#                                                                             is that of the units
 #   _use                   make the root and the unit whole  .                ... and take notes of
 #                                                                             weights
 #   _unshard               start the all-gather              .                ... in new memory,
 #                                                                             after freeing a unit
-#   _unshard_and_wait      ... and wait for it               .                ... and start the next
+#   _unshard_and_wait      ... and wait for it               .                ... and begin the next
 #   _post_forward          the last one ends the forward     .                ... and unshard the
 #                                                                             unit around again
 #   _end_forward           wait for units that were skipped  .                ... finish the order
@@ -371,7 +372,7 @@ def cast_floats(inputs, dtype):
 #                                                                             is on its way
 #   _reduce                reduce-scatter a bucket           .                .
 #   _finalize_backward     (R) give the shards their means,  .                ... and reshard all
-#                          note whether in no_sync()
+#                          note whether a step may follow
 
 
 class PlainZero1(Reducer):
@@ -386,25 +387,15 @@ class PlainZero1(Reducer):
     param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast.
     The shards, and so the optimizer's state, keep the module's dtype.
     reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
+    shard_size: hybrid sharding, as torch's HSDP. W in the table is shard_size: each group of so
+    many ranks has all shards, and gradients are reduced inside a group, then over groups.
+    offload: shards, and so the optimizer's state and its step, are on the CPU.
+    init_fn, device: how and where to fill what is on the meta device: see `fill_meta`.
     uncut: parameters each of which one rank owns whole, as Muon needs it: see `OwnedBucket`.
-    shard_size: hybrid sharding, as torch's HSDP: W in the table is shard_size, each group of so
-    many ranks has all shards, and gradients are reduced inside a group, then over groups. The bits
-    are those of DDP with `hierarchical_hook`. Three buckets are in flight, not two.
-    offload: shards, and so the optimizer's state and its step, are on the CPU. Each copy is waited
-    for, since a script may write to a shard, or read its gradient, right after.
-    init_fn: called as init_fn(submodule) to fill what is on the meta device; without it the
-    module's `init_weights()`, which must skip what is still on meta, or `reset_parameters()` of the
-    submodules. Rank 0's values count.
-    device: where a module goes that is on meta altogether; None: the accelerator, or the CPU where
-    there is none or the backend is gloo. In other modules what is on meta goes where the rest is.
 
-    A forward is a collective, also one that only evaluates. A rank may skip units: it unshards them
-    with the others. Ranks that call units in another order stop at the timeout on gloo, naming the
-    unit; native collectives of an accelerator have no tags, so there it is not noticed, and wrong.
-    All ranks make the same number of backwards in no_sync(). Keep the wrapper: with it go its
-    hooks, and without them nothing is gathered. An optimizer's state_dict() is this rank's: each
-    rank saves its own, or train.py's checkpoints; rank 0's loaded everywhere is wrong, and is not
-    noticed.
+    A forward is a collective, also one that only evaluates. A rank may skip units, and calls the
+    others in the order of all ranks. Keep the wrapper: with it go its hooks, and without them
+    nothing is gathered. An optimizer's state_dict() is this rank's. docs/using.md says more.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule, for an uncut parameter that is none of the module's, and for a shard_size that does
@@ -473,7 +464,7 @@ class PlainZero1(Reducer):
             if m not in names or m is self.module:
                 raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module: "
                                  f"units= has a {type(m).__name__}")
-        self._root = Unit("the root", self.module, self._full_parameters_tag + 1)
+        self._root = Unit("the root", self.module, self._full_parameters_tag + 1, is_root=True)
         self._units = [self._root]
         unit_of = {}  # {submodule or parameter: its unit, or the root, where there are two}
         for m in names:
@@ -928,7 +919,7 @@ class PlainZero3(PlainZero2):
         n = self._order.index(unit) + 1 if unit in self._order else 0
         self._begin(n)
         super()._unshard_and_wait(unit)
-        is_kept = unit is self._root or unit is self._two_units[-1]
+        is_kept = unit.is_root or unit is self._two_units[-1]
         if self._n_begun == n and is_kept:
             self._begin(n + 1)
 
@@ -959,7 +950,7 @@ class PlainZero3(PlainZero2):
         `untyped_storage()._cdata`. Then gather as stage 1."""
         if unit.is_unsharded:
             return
-        if unit is not self._root:
+        if not unit.is_root:
             if len(self._two_units) == 2:
                 self._reshard(self._two_units.pop(0))
             self._two_units.append(unit)
@@ -1122,13 +1113,15 @@ def swap(pairs):
 def fill_meta(module, unit, device, init_fn):
     """Fill what unit of module has on the meta device -> {parameter: a real one with its values}.
 
+    init_fn(submodule) fills it, if given. Otherwise the module's `init_weights()` does, which must
+    skip what is still on meta, or `reset_parameters()` of the submodules. Rank 0's values count.
     The unit's buffers are real then. Its parameters are on meta again, so that filling another unit
     does not touch them.
     """
     stand_ins, to_fill = {}, []  # to_fill: modules
     for p in unit.parameters:
         if p.is_meta:
-            stand_ins[p] = torch.nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
+            stand_ins[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
             vars(stand_ins[p]).update(vars(p))
     swap(stand_ins)
     for m in module.modules():
@@ -1214,23 +1207,10 @@ class OwnedBucket(ShardedBucket):
 
     One rank owns all of such a parameter, and its shard there has the parameter's shape. On the
     others the shard is empty, and its `.grad` is None. So any optimizer that works parameter by
-    parameter makes the updates of one process. (One that takes a norm over all of its parameters
-    does not, and is not noticed.) The uncut parameters of a unit are one bucket, whatever its size:
-    the more there are, the more even its chunks. Owners are chosen so that all ranks have about as
-    much of the whole model. Within one bucket chunks are uneven, and the rank with the largest
-    sends that W-1 times. The total sent is the same. GPT-2, the matrices of blocks uncut, over what
-    it would be with equal chunks (README: other sizes):
-
-        W                                               2      4      8     64
-        shards of the rank with most                 1.00   1.03   1.09   1.94
-        what the busiest rank sends in all-gathers   1.04   1.53   2.76     20
-
-    If links are the bottleneck, or ranks are more than the matrices of a unit, pass shard_size=4
-    or 8: each group then has few ranks. What arrives at the owner of a large matrix comes in
-    pieces of 25 MB, of which two have memory. Only the first is on its way while the backward
-    computes. In the backward two units' whole gradients have memory.
-    With a GradScaler for an optimizer of uncut parameters alone use torch's ShardedGradScaler: the
-    other one fails on a rank that owns none.
+    parameter makes the updates of one process. The uncut parameters of a unit are one bucket: the
+    more there are, the more even its chunks. Owners are chosen so that all ranks have about as much
+    of the whole model. The total sent is that of equal chunks, but the rank with the largest chunk
+    sends that W-1 times. docs/using.md has the numbers.
     """
 
     def __init__(self, owners, unit, parameters, sharding):
@@ -1270,8 +1250,10 @@ class OwnedBucket(ShardedBucket):
             super().give_mean(slot)
 
     def place_in_backward(self, places):
-        """After all other buckets of its unit. Those hold small parameters, such as norms. A bucket
-        waits for the one before it, so they would otherwise wait for the matrices."""
+        """In a block, after all its other buckets. Those hold small parameters, such as norms. A
+        bucket waits for the one before it, so they would otherwise wait for the matrices."""
+        if self.unit.is_root:
+            return super().place_in_backward(places)
         return min(places[p] for p in self.unit.parameters), 0
 
     def gather(self, buffer, process_group, tag):
@@ -1308,19 +1290,9 @@ def reduce_in_pieces(chunks, most_bytes, process_group, tag=0):
 
 
 # -------------------------------------------------------------------------------------------------
-# private functions of torch that this file uses beside those of ddp.py
-#
-#   t._version                              how often t was written to in place: autograd's own
-#                                           test; otherwise count the optimizer's steps
-#   storage._cdata                          a number for a piece of memory; or its data_ptr()
-#   _top_saved_tensors_default_hooks        the hooks around, such as activation checkpointing's;
-#                                           otherwise those cannot be combined with stage 3
-#   p.__class__ = ..., __torch_function__   for guards: what a parameter may be asked for; torch's
-#                                           UninitializedParameter works like this
-#   _backward_hooks                         for guards: whether a script has put a hook on a shard
+# with guards; without ShardGuards all three are the plain ones
 
 
-# The public stages. Without ShardGuards in the next line all three are the plain ones.
 class Zero1(ShardGuards, PlainZero1):
     __doc__ = f"{PlainZero1.__doc__}\n    {ShardGuards.__doc__}"
 
