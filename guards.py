@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 # -------------------------------------------------------------------------------------------------
 # guards of all wrappers
 
-WRAPPERS = {"Reducer", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 class Guards:
@@ -40,10 +40,12 @@ class Guards:
     # ---- the module
 
     def _agree_on_module(self, options):
+        # What all of our wrappers have in common.
+        ours = tuple(kind for kind in type(self).__mro__ if kind.__name__ == "Reducer")
         for name, m in self.module.named_modules():
             # By name, since nobody wants to import FSDP for this.
             kinds = {kind.__name__ for kind in type(m).__mro__}
-            if kinds & WRAPPERS:
+            if isinstance(m, ours) or kinds & WRAPPERS:
                 where = f"holds at {name}" if name else "is"
                 self._refuse(f"the module {where} a {type(m).__name__}, a wrapper which averages "
                              f"gradients itself: wrap the plain module, once")
@@ -264,9 +266,10 @@ class ShardGuards(Guards):
 
     Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
     as a norm; `numpy` of a shard's gradient; a view of a gradient that is kept over the next
-    backward; writes into `.data` of shards after a backward in no_sync(), in stages 1 and 2; a
-    freeze, or zero_grad() of the module, between forward and backward; views of parameters that
-    were made before wrapping; on meta, what `init_weights()` leaves out.
+    backward; writes into `.data` of shards between micro-steps, in stages 1 and 2, if the backward
+    before was in no_sync(), or was said not to be the last; a freeze, or zero_grad() of the module,
+    between forward and backward; views of parameters that were made before wrapping; on meta, what
+    `init_weights()` leaves out.
     """
 
     def _build_buckets(self, reduce_dtype, init_fn):

@@ -13,8 +13,8 @@
 
 Replaces a trainer framework by one loop. The options come first, then the loop, `main`, which
 calls `train_step`, then what both call, in the order in which a run meets it. The modes differ in
-`wrap` and in `set_gradient_sync`; `naive` averages in `train_step`. One process is a process group
-of one rank, so no line asks whether there is a group.
+`wrap` and in `set_is_last_micro_step`; `naive` averages in `train_step`. One process is a process
+group of one rank, so no line asks whether there is a group.
 
 How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
 alone, and ranks take its micro batches in turn: any number of ranks reads the same samples in the
@@ -301,7 +301,7 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, signals=(
     for micro_step in range(n):
         index = micro_step * W + rank
         x, y = read_blocks(tokens, blocks[index * m:(index + 1) * m], config, device)
-        set_gradient_sync(model, config, micro_step == n - 1)
+        set_is_last_micro_step(model, config, micro_step == n - 1)
         with autocast(config, device):
             _, loss = model(x, y)
         sums[index] = loss.detach()
@@ -345,16 +345,20 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, signals=(
     return entry, n_signals > 0
 
 
-def set_gradient_sync(model, config, on):
-    """Whether the next backward exchanges gradients. Sets what no_sync() does, without its block.
+def set_is_last_micro_step(model, config, is_last):
+    """Whether the next backward is the last one before a step. Only then gradients are exchanged:
+    this sets what no_sync() does, without its block.
 
     Stages 2 and 3 always exchange them: they have no room for whole gradients, and so their bits
-    are those of one process, however micro batches are divided among ranks.
+    are those of one process, however micro batches are divided among ranks. But stage 2 need not
+    gather parameters again that no step has changed.
     """
     if config.mode in FSDP:
-        model.set_requires_gradient_sync(on)
+        model.set_requires_gradient_sync(is_last)
     elif config.mode not in ("zero2", "zero3") or config.shard_size == 1:
-        model.require_backward_grad_sync = on
+        model.require_backward_grad_sync = is_last
+    if config.mode in ("zero1", "zero2", "zero3", *FSDP):
+        model.set_is_last_backward(is_last)
 
 
 def accumulation_steps(config):

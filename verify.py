@@ -56,6 +56,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter, defaultdict
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -257,7 +258,7 @@ def distributed(wrapper, name, micro_steps=1, each_synced=False, factor=None, od
 
     micro_steps: micro batches of a rank in a step; the a-th has the number a W + rank.
     each_synced: whether each of them is sent at once. Otherwise all but the last are in no_sync(),
-    by which a rank adds its own first.
+    by which a rank adds its own first. "announced": yes, and a stage is told which is the last.
     factor: of set_gradient_divide_factor(); None: not called, so that it is W.
     odd_step: what a script does in a step, in place of micro-steps: odd_step(model, loss).
     optimizer: one of OPTIMIZERS; None: that of the module, which is AdamW.
@@ -317,8 +318,12 @@ def loss_on_rank(task, model, step, micro_step):
 
 
 def accumulate(model, loss, micro_steps, each_synced):
+    """each_synced "announced": the stage is told which micro-step is the last."""
     for micro_step in range(micro_steps):
-        is_synced = each_synced or micro_step == micro_steps - 1
+        is_last = micro_step == micro_steps - 1
+        is_synced = each_synced or is_last
+        if each_synced == "announced":
+            model.set_is_last_backward(is_last)
         with nullcontext() if is_synced else no_sync(model):
             loss(micro_step).backward()
 
@@ -921,6 +926,8 @@ def full_table():
             yield trains(W, wrapper, *BY_HAND_TAKES, micro_steps=2, each_synced=True, factor=None)
         for wrapper in ("zero2", "zero3"):
             yield trains(W, wrapper, micro_steps=3, each_synced=True)
+        for wrapper in STAGES:
+            yield trains(W, wrapper, micro_steps=2, each_synced="announced")
         for wrapper in ("naive", "ddp, 1 a bucket", "ddp, 1 kB", *STAGES):
             yield trains(W, wrapper)
             yield trains(W, wrapper, factor=None)
@@ -959,6 +966,11 @@ def full_table():
        # All micro-steps are added in the order of one process.
        trains(1, "zero3", "gpt", "skipping", micro_steps=2, each_synced=True),
        trains(3, "zero2", "gpt", "skipping", micro_steps=2, each_synced=True),
+       trains(2, "zero1", "odd", "experts", micro_steps=3, each_synced="announced"),
+       trains(3, "zero2", "gpt", "odd", micro_steps=3, each_synced="announced"),
+       trains(2, "zero3", "gpt", "again", micro_steps=2, each_synced="announced"),
+       trains(3, "zero2 uncut", "odd", "lora", micro_steps=2, each_synced="announced",
+              optimizer="muon"),
        # Optimizers that look at whole parameters.
        trains(2, "zero3 uncut", "gpt", "odd", "again", optimizer="muon"),
        trains(3, "zero1 uncut", "odd", "skipping", optimizer="muon"),
@@ -1119,8 +1131,9 @@ class Chain(nn.Module):
        *only_full(grid(W=(3, 4), wrapper=("ddp", *STAGES))))
 def traffic_is_the_formulas(wrapper):
     """A rank receives what its stage says: gradients once, parameters once, in stage 3 twice but
-    for the root and the last two units; half the bytes in bf16; no gradients in no_sync(). In DDP
-    gradients come twice, as contributions and as sums.
+    for the root and the last two units; half the bytes in bf16; no gradients in no_sync(). In a
+    step of n micro-steps stages 1 and 2 receive parameters once, if they know which is the last. In
+    DDP gradients come twice, as contributions and as sums.
 
     In units of psi (W - 1) / W elements that is 2, and 3 less the units that are still whole when
     the backward begins: ZeRO paper, arXiv 1910.02054, section 7.
@@ -1144,6 +1157,11 @@ def traffic_is_the_formulas(wrapper):
                 if what == "evaluation":
                     with torch.no_grad():
                         model(x)
+                elif "micro-steps" in what:
+                    for micro_step in range(4):
+                        if "known" in what:
+                            model.set_is_last_backward(micro_step == 3)
+                        model(x).backward()
                 else:
                     with model.no_sync() if what == "no_sync" else nullcontext():
                         model(x).backward()
@@ -1158,6 +1176,11 @@ def traffic_is_the_formulas(wrapper):
     # After a backward in no_sync() no step is due, and stages 1 and 2 have the parameters already.
     assert_received(1 + again if wrapper == "zero3" else 0, "no_sync")
     assert_received(0 if wrapper == "ddp" else 1, "evaluation")
+    if wrapper in STAGES:
+        # Between micro-steps stages 1 and 2 gather nothing, if they know that no step comes.
+        assert_received(4 * (2 + again), "4 micro-steps")
+        known = 4 * (2 + again) if wrapper == "zero3" else 4 + 1
+        assert_received(known, "4 micro-steps, the last one known")
     if wrapper != "ddp":
         assert_received((2 + again) / 2, "a step", param_dtype=torch.bfloat16,
                         reduce_dtype=torch.bfloat16)
@@ -1712,6 +1735,107 @@ def hybrid_sums_overlap(stage):
     own = 4 * 256 * 256 / 2  # of the gradient
     kept = live_bytes() - before
     assert kept <= own + 4096, f"{kept:,} bytes are kept, of gradients expected {own:,.0f}"
+
+
+@check(*grid(W=(4,), stage=STAGES))
+def hybrid_sums_are_in_place(stage):
+    """With hybrid sharding the sum over a group and that over groups are made in the bucket's own
+    memory, also where chunks are uneven."""
+    gpt = small_gpt()
+    model = uncut(STAGES[stage], gpt, [p for p in gpt.parameters() if p.dim() == 2], shard_size=2)
+    idx = torch.zeros(1, 16, dtype=torch.int64)
+    places = []
+    summed = 0
+
+    def note(flat, process_group):
+        nonlocal summed
+        summed += flat.numel()
+        memories = []
+        for bucket in model._buckets:
+            if bucket.gradients is not None:
+                memories.append(bucket.gradients.untyped_storage()._cdata)
+        places.append(flat.untyped_storage()._cdata in memories)
+        return ddp.all_reduce(flat, process_group)
+
+    with mock.patch("zero.all_reduce", note):
+        _, loss = model(idx, idx)
+        loss.backward()
+    assert places and all(places), f"{places.count(False)} of {len(places)} sums are elsewhere"
+    n = sum(p.numel() for p in gpt.parameters())
+    total = sum(gather(summed, model.shard_group))
+    assert n <= total <= 1.1 * n, f"a group sums {total} elements over groups, of {n}"
+
+
+@check(*grid(W=(2,), wrapper=("ddp", "ddp without guards")))
+def ddp_goes_at_once(wrapper):
+    """A DDP that is dropped frees its buffers without the help of the garbage collector."""
+    module = small_gpt()
+    model = WRAPPERS[wrapper](module)
+    idx = torch.zeros(1, 16, dtype=torch.int64)
+    _, loss = model(idx, idx)
+    loss.backward()
+    buffers = [weakref.ref(bucket.gradients) for bucket in model._buckets]
+    module.zero_grad(set_to_none=True)
+    gc.disable()
+    try:
+        del model, module, loss
+        n_alive = sum(buffer() is not None for buffer in buffers)
+    finally:
+        gc.enable()
+    assert n_alive == 0, f"{n_alive} of {len(buffers)} buffers wait for the collector"
+
+
+@check(*grid(W=(2, 3), stage=STAGES, guarded=(True, False)))
+def unannounced_steps_are_noticed(stage, guarded):
+    """A step after a backward that was said not to be the last: the next forward gathers, on all
+    ranks, also on those that own nothing of what has changed."""
+    kind = STAGES[stage] if guarded else PLAIN[stage]
+    module = nn.Linear(4, 3, bias=False)  # one rank owns all of it
+    plain = copy.deepcopy(module)
+    model = kind(module, uncut=module.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    of_plain = torch.optim.SGD(plain.parameters(), lr=0.5)
+    x = torch.ones(2, 4)
+    model.set_is_last_backward(False)
+    for _ in range(3):
+        found, expected = model(x), plain(x)
+        same_bits({"output": expected.detach()}, {"output": found.detach()})
+        for output, each in ((found, optimizer), (expected, of_plain)):
+            output.sum().backward()
+            each.step()
+            each.zero_grad()
+
+
+@check(dict(W=0))
+def files_work_alone():
+    """oracle.py alone, ddp.py with guards.py, and zero.py with both: in an empty folder."""
+    script = """
+import torch, torch.distributed as dist
+from {file} import {wrapper}, Plain{wrapper}
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for kind in {wrapper}, Plain{wrapper}:
+    model = kind(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    print("norm", model.clip_grad_norm_(1.0).item())
+"""
+    run = partial(subprocess.run, capture_output=True, text=True,
+                  env={**os.environ, "PYTHONPATH": ""})
+
+    def in_empty_folder(file, wrapper):
+        with temporary() as folder:
+            for name in {"ddp.py", "guards.py", f"{file}.py"}:
+                shutil.copy(HERE / name, folder / name)
+            (folder / "own.py").write_text(script.format(file=file, wrapper=wrapper))
+            return run([sys.executable, "own.py"], cwd=folder)
+
+    for done in two_at_a_time(in_empty_folder, ("ddp", "zero"), ("DDP", "Zero3")):
+        norm = f"norm {math.sqrt(6)}\n"  # of six gradients of 1
+        assert done.stdout == 2 * norm, done.stdout + done.stderr
+    with temporary() as folder:
+        shutil.copy(HERE / "oracle.py", folder / "oracle.py")
+        done = run([sys.executable, "oracle.py"], cwd=folder)
+    rows = re.findall(r"^(\w+) +([12])  ([0-9a-f]{8}) ", done.stdout, re.MULTILINE)
+    assert len(rows) == 10 and len({found for _, _, found in rows}) == 2, done.stdout + done.stderr
 
 
 class Batch(dict):
