@@ -38,7 +38,7 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from unittest import mock
 
 import torch
@@ -219,7 +219,7 @@ def reshard(parameters: list[Parameter], *_) -> None:
         p.data = p.new_full((), math.nan).expand(p.shape)  # one element, strides of 0
 
 
-def pack(module: Module, t: Tensor):
+def pack(module: Module, t: Tensor) -> Callable[[], Tensor]:
     """Autograd saves t for the backward -> what it keeps instead: a recipe, a function that returns
     t. If t is a parameter of module, or a view of one, such as its transpose, t would keep the
     whole parameter alive. So that recipe gathers it again. (If a step comes between, these are new
@@ -227,16 +227,12 @@ def pack(module: Module, t: Tensor):
     for p in module.parameters():  # one that is not whole now has other memory, and does not match
         if t.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
             layout = t.shape, t.stride(), t.storage_offset()
-            return functools.partial(gather_view, p, layout)
+            return lambda: gather(p).as_strided(*layout)
     kept = t.detach()  # an output that its own node saves would keep the node, and so itself, alive
     return lambda: kept
 
 
-def gather_view(p: Parameter, layout: tuple) -> Tensor:
-    return gather(p).as_strided(*layout)
-
-
-def unpack(recipe) -> Tensor:
+def unpack(recipe: Callable[[], Tensor]) -> Tensor:
     """In the backward: what `pack` has returned -> the tensor that it was given."""
     return recipe()
 
@@ -420,6 +416,7 @@ def main():
             if dist.get_rank() == 0:
                 print(f"{mode:6s}  {micro_steps:11d}  {found}  {parameters:10,}  {gradients:9,}  "
                       f"{adam:7,}  {sent:13,}")
+    dist.barrier()  # gloo may abort a rank if another one leaves before it
     dist.destroy_process_group()
 
 

@@ -50,7 +50,7 @@ import contextlib
 import functools
 import math
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -309,7 +309,7 @@ class Unit:
         return version
 
 
-def find_units(module):
+def find_units(module: nn.Module) -> list[nn.Module]:
     """The elements of the outermost ModuleLists of module, except lists of bare parameters, which
     are read by the module around."""
     if isinstance(module, nn.ModuleList):
@@ -744,14 +744,15 @@ class PlainZero1(Reducer):
 
     # ---- parameters and state, the same in every stage
 
-    def named_parameters(self, prefix="", recurse=True, remove_duplicate=True):
+    def named_parameters(self, prefix: str = "", recurse: bool = True,
+                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """(original name, this rank's shard) of every parameter of the module, in its order."""
         for name, p in self.module.named_parameters(prefix, recurse, remove_duplicate):
             # One that was added after wrapping is left out here, and refused by the next forward.
             if p in self._slots:
                 yield name, self._slots[p].owner
 
-    def shard_starts(self):
+    def shard_starts(self) -> dict[str, int]:
         """{original name: where this rank's shard begins in the parameter, in elements in order of
         memory}: beside `named_parameters()` all that it takes to load at another world size."""
         starts = {}
@@ -761,7 +762,7 @@ class PlainZero1(Reducer):
         return starts
 
     @torch.no_grad()
-    def full_parameters(self):
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (original name, whole parameter in the shards' dtype), a tied one once. It holds
         the whole parameters of one unit. A collective: every rank has to go through all of it."""
         wholes = {}  # {bucket: its whole parameters}, of one unit
@@ -777,7 +778,7 @@ class PlainZero1(Reducer):
             yield name, bucket.view(slot, wholes[bucket]).clone()
 
     @torch.no_grad()
-    def full_state_dict(self):
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
         """{name: whole tensor}, on every rank, as the module's state_dict(). A collective.
 
         Costs the memory of the whole model on every rank; `full_parameters` does not.
@@ -791,7 +792,8 @@ class PlainZero1(Reducer):
                 found[name] = t.clone()
         return found
 
-    def state_dict(self, *, destination=None, prefix="", keep_vars=False):
+    def state_dict(self, *, destination: dict | None = None, prefix: str = "",
+                   keep_vars: bool = False) -> dict[str, torch.Tensor]:
         """This rank's shards and the buffers under the module's own names. Not a collective."""
         destination = {} if destination is None else destination
         for name, t in self.module.state_dict(keep_vars=True).items():
@@ -801,7 +803,7 @@ class PlainZero1(Reducer):
         return destination
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Copy in what `state_dict()` gave at this world size. Raises RuntimeError on a misfit."""
         ours = self.state_dict(keep_vars=True)
         self._refuse_misfit(ours, state_dict)
@@ -809,7 +811,7 @@ class PlainZero1(Reducer):
             t.copy_(state_dict[name])
 
     @torch.no_grad()
-    def load_full_state_dict(self, state_dict):
+    def load_full_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Write whole parameters and buffers: each rank copies its part. Raises RuntimeError naming
         what is missing, left over or of another shape, before anything is written."""
         ours = self.module.state_dict(keep_vars=True)
