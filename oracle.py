@@ -1,37 +1,41 @@
 """Data parallelism and the three stages of ZeRO by hand: obvious, slow and complete.
 
     python oracle.py                          # one process
-    torchrun --nproc_per_node=3 oracle.py     # three: the same weights in every mode, less memory
+    torchrun --nproc_per_node=3 oracle.py     # three: equal weights in all modes, with less memory
 
 Everything else in this project has to end on the bits of this file. It only gets there faster.
 
-W processes, the ranks, train one model. Each rank has its own part of the batch. In data
-parallelism each rank has the whole model, too. ZeRO (Rajbhandari et al., arXiv 1910.02054) lets a
-rank keep only 1/W of what it needs now and then: its piece of every parameter, the shard.
+W processes, the ranks, train one model. Each rank reads its own part of the batch. In data
+parallelism each rank has all of the model. In ZeRO (Rajbhandari et al., arXiv 1910.02054) each rank
+owns one of W pieces of every parameter, its shard. Of what it needs only now and then, it keeps
+only this piece. For Psi parameters:
 
-            a rank keeps whole       sends in a step of n backwards, in (W-1)/W Psi elements
-    ddp     all                      2
-    1       parameters, gradients    2
-    2       parameters               n + 1
-    3       nothing                  2 n, and again what the backward needs: at most 3 n
+           a rank keeps whole      sends in a step of n backwards, in (W-1)/W Psi elements
+    ddp    all                     2:           reduces gradients and gathers the sums, once
+    1      parameters, gradients   2:           reduces gradients, gathers parameters, once
+    2      parameters              n + 1:       reduces in each backward, gathers once
+    3      nothing                 at most 3 n: reduces in each backward, gathers in each forward,
+                                                and what the backward needs once more
 
-Psi is the number of parameters.
-
-Six facts to know first:
+Seven facts to know first:
 1. The mean of the ranks' gradients is the gradient of the whole batch. So ranks that begin with
    equal parameters, and step with this mean, stay equal.
 2. A reduce-scatter gives each rank the sum over ranks of its piece. An all-gather gives every rank
    all pieces. One after the other they give all ranks the whole sum.
-3. A tensor is a view of memory. `p.data = t` gives the parameter p other memory: p stays the same
-   object for the module, the optimizer and autograd.
+3. A tensor is a view of memory. `p.data = t` gives the parameter p other memory. p stays the same
+   object for the module, the optimizer and autograd. A tensor that was made from p before still has
+   the old memory.
 4. The backward of a linear layer needs its weight. So autograd saves the weight in the forward.
-5. A post-accumulate-grad hook of p runs in the backward as soon as `p.grad` is complete.
-6. Floating-point sums depend on their order. Equal bits need one order: here that of the ranks.
+5. `saved_tensors_hooks(pack, unpack)`: in the forward autograd keeps pack(t) in place of t. In the
+   backward it takes unpack of that.
+6. A post-accumulate-grad hook of p runs in the backward as soon as `p.grad` is complete.
+7. Floating-point sums depend on their order. Equal bits need one order: here that of the ranks.
 
 What this file cannot do, and ddp.py and zero.py can. In the stages all ranks must use the same
-parameters in the same order: a rank that skips one waits forever, or, if sizes agree, silently adds
-another one. Parameters must be contiguous. In stage 3 a frozen norm or convolution inside
-activation checkpointing is nan, since that saves the parameter itself.
+parameters in the same order. If a rank skips one, the others wait forever; or, where sizes agree,
+its next gradient is added to the wrong one. Parameters must be contiguous. In stage 3, activation
+checkpointing saves some parameters themselves, of frozen norms and convolutions: these are nan in
+the backward.
 """
 
 import contextlib
@@ -51,18 +55,26 @@ from torch.nn import Module, Parameter
 # two collectives: all ranks have to call them, in the same order
 
 
+def own_piece(t: Tensor, process_group=None) -> Tensor:
+    """t, contiguous, of any shape -> (n,), a view: the piece of it that this rank owns. Its N
+    elements are cut into W pieces, of about N/W elements each, and rank r owns the r-th."""
+    pieces = t.view(-1).tensor_split(dist.get_world_size(process_group))
+    return pieces[dist.get_rank(process_group)]
+
+
 def reduce_scatter(flat: Tensor, earlier: Tensor | None = None, process_group=None) -> Tensor:
-    """flat, (N,), is cut into W pieces by `tensor_split`, of about N/W elements each. Rank r gets
-    the sum of all ranks' r-th piece, in the order of the ranks: ((earlier + g0) + g1) + ..."""
+    """flat, (N,) -> (n,): the sum of all ranks' values of the piece that this rank owns. earlier,
+    (n,): what to begin with. The order is ((earlier + rank 0's) + rank 1's) + ..."""
     W, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     sizes = [len(piece) for piece in flat.tensor_split(W)]
     n = sizes[rank]
     arriving = flat.new_empty(W, n)  # row r comes from rank r
+    # n elements from each rank, and sizes[r] to rank r.
     dist.all_to_all_single(arriving.view(-1), flat, [n] * W, sizes, group=process_group)
-    wide = torch.promote_types(flat.dtype, torch.float32)  # sums of 16-bit numbers are rounded once
-    addends = list(arriving.to(wide))
+    wide_dtype = torch.promote_types(flat.dtype, torch.float32)  # in 16 bits each sum would round
+    addends = list(arriving.to(wide_dtype))
     if earlier is not None:
-        addends.insert(0, earlier.to(wide))
+        addends.insert(0, earlier.to(wide_dtype))
     total = addends[0]
     for addend in addends[1:]:
         total = total + addend
@@ -70,11 +82,11 @@ def reduce_scatter(flat: Tensor, earlier: Tensor | None = None, process_group=No
 
 
 def all_gather(flat: Tensor, process_group=None) -> None:
-    """Fill flat, (N,): each rank sends its piece to all others."""
+    """Before, each rank has its own piece of flat, (N,); after, all of them. In place."""
     works = []
-    for rank, piece in enumerate(flat.tensor_split(dist.get_world_size(process_group))):
+    for owner, piece in enumerate(flat.tensor_split(dist.get_world_size(process_group))):
         if len(piece) > 0:
-            works.append(dist.broadcast(piece, group_src=rank, group=process_group, async_op=True))
+            works.append(dist.broadcast(piece, group_src=owner, group=process_group, async_op=True))
     for work in works:
         work.wait()
 
@@ -93,11 +105,13 @@ def average_gradients(module: Module, process_group=None,
                       divide_factor: float | None = None) -> None:
     """Overwrite each `p.grad` of module by the mean over ranks. All ranks have to call it.
 
-    divide_factor: what the sum over ranks is divided by; W unless given. Each rank multiplies by
-    1/divide_factor, and then the products are added, so that a sum of 16-bit gradients does not
-    overflow. With another factor than W call it once per step: a second call would sum again what
-    the first has summed. A parameter that a rank has not used (`grad is None`) counts as zero
-    there. One that no rank has used keeps None, as in torch's DDP. Frozen ones are left alone.
+    divide_factor: what the sum over ranks is divided by; W unless given. Each rank multiplies its
+    gradient by 1/divide_factor before the sum, as DDP does: where that sums 16-bit numbers, the sum
+    might overflow. With W a second call changes nothing but rounding, as the mean of equal values
+    is the value; with another factor it would.
+
+    A parameter that a rank has not used (`grad is None`) counts as zero there. One that no rank has
+    used keeps None, as in torch's DDP with find_unused_parameters=True. Frozen ones are left alone.
     """
     factor = dist.get_world_size(process_group) if divide_factor is None else divide_factor
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -105,29 +119,30 @@ def average_gradients(module: Module, process_group=None,
         return
     # Ranks must agree on which collectives follow, or one of them waits forever.
     is_used = [p.grad is not None for p in parameters]
-    n_ranks = torch.tensor(is_used, dtype=torch.int32, device=parameters[0].device)
-    dist.all_reduce(n_ranks, group=process_group)
-    for p, n in zip(parameters, n_ranks.tolist()):
-        if n == 0:
+    counts = torch.tensor(is_used, dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(counts, group=process_group)
+    for p, n_users in zip(parameters, counts.tolist()):
+        if n_users == 0:
             continue
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        mean = (p.grad * (1 / factor)).contiguous()  # p.shape
-        own = own_piece(mean, process_group)
-        own.copy_(reduce_scatter(mean.view(-1), process_group=process_group))
-        all_gather(mean.view(-1), process_group)
-        p.grad.copy_(mean)
+        product = (p.grad * (1 / factor)).contiguous()  # p.shape
+        total = reduce_scatter(product.view(-1), process_group=process_group)
+        own_piece(product, process_group).copy_(total)
+        all_gather(product.view(-1), process_group)  # now product is the mean
+        p.grad.copy_(product)
 
 
 # -------------------------------------------------------------------------------------------------
-# stage 1, P_os: each rank updates its piece of every parameter, and has optimizer state for that
+# how the stages are used
 #
 #     make_shards(module)                        # gives each parameter p its p.shard
 #     reduce_in_backward(module)                 # in stages 2 and 3 only
 #     gather_when_used(module, module.blocks)    # in stage 3 only
 #     shards = [p.shard for p in module.parameters()]
-#     optimizer = torch.optim.AdamW(shards, fused=False)    # the fused kernel rounds the end of a
-#     for x, y in batches:                                  # tensor differently
+#     # Not fused: that kernel rounds the end of a tensor in another way.
+#     optimizer = torch.optim.AdamW(shards, fused=False)
+#     for x, y in batches:
 #         loss = module(x, y)
 #         loss.backward()                        # several of these two: gradients add up
 #         reduce_gradients(module)               # in stage 1 only
@@ -136,16 +151,14 @@ def average_gradients(module: Module, process_group=None,
 #         gather_parameters(module)              # in stages 1 and 2 only
 
 
-def own_piece(t: Tensor, process_group=None) -> Tensor:
-    """t, contiguous, of any shape -> (n,), a view: the piece of it that this rank owns."""
-    pieces = t.view(-1).tensor_split(dist.get_world_size(process_group))
-    return pieces[dist.get_rank(process_group)]
+# -------------------------------------------------------------------------------------------------
+# stage 1, P_os in the paper (os: optimizer states): each rank updates its piece of every parameter
 
 
 def make_shards(module: Module) -> None:
-    """Begin with rank 0's values. Give each parameter p of module a `p.shard` for the optimizer: a
-    Parameter of shape (n, 1, ..., 1), with as many dimensions as p. (Scripts decay only where
-    `p.dim() >= 2`, hence the ones.)"""
+    """Give each parameter p of module a `p.shard` for the optimizer: a Parameter which is this
+    rank's piece, of shape (n, 1, ..., 1), with as many dimensions as p. (Many scripts let only
+    parameters of two dimensions decay, hence the ones.) Before, all ranks take rank 0's values."""
     for t in (*module.parameters(), *module.buffers()):
         dist.broadcast(t.data, src=0)
     for p in module.parameters():
@@ -156,45 +169,46 @@ def make_shards(module: Module) -> None:
 
 @torch.no_grad()
 def reduce_gradient(p: Parameter) -> None:
-    """Add this rank's piece of the mean over ranks of p.grad to p.shard.grad. Free p.grad."""
-    gradient = (p.grad * (1 / dist.get_world_size())).contiguous()  # p.shape
-    earlier = None  # the sum of the backwards before, in this step
-    if p.shard.grad is not None:
+    """p.shard.grad += this rank's piece of the mean over ranks of p.grad. Then p.grad is freed."""
+    product = (p.grad * (1 / dist.get_world_size())).contiguous()  # p.shape
+    earlier = None
+    if p.shard.grad is not None:  # there was a backward before, in this step
         earlier = p.shard.grad.view(-1)
-    # The order of one process that computes all micro batches in turn.
-    total = reduce_scatter(gradient.view(-1), earlier)
+    # earlier comes first, as in one process that computes all ranks' parts of the batch in turn.
+    total = reduce_scatter(product.view(-1), earlier)
     p.shard.grad = total.view_as(p.shard)
     p.grad = None
 
 
 def reduce_gradients(module: Module) -> None:
-    """After the backwards of a step."""
+    """Call it once, after the backwards of a step."""
     for p in module.parameters():
         if p.grad is not None:
             reduce_gradient(p)
 
 
 def gather_parameters(module: Module) -> None:
-    """After a step only its owner has the new values of a piece: each rank sends its own to all."""
+    """Call it after a step. Then only the owner of a piece has its new values, and sends them."""
     for p in module.parameters():
         all_gather(p.data.view(-1))
 
 
 # -------------------------------------------------------------------------------------------------
-# stage 2, P_os+g: gradients, too, are kept in pieces
+# stage 2, P_os+g: gradients, too, are kept only in pieces
 
 
 def reduce_in_backward(module: Module) -> None:
-    """Reduce each gradient as soon as the backward has all of it, so that one is whole at a time.
-    The price: stage 1 adds up the backwards of a step by itself, and sends once; this sends in each
-    of them."""
+    """From now on a backward reduces each gradient, and frees it, as soon as it has all of it.
+
+    The price: in stage 1 a rank adds up the gradients of its backwards, and sends once. Here it has
+    no room for these, and sends in each backward."""
     for p in module.parameters():
         if p.requires_grad:
             p.register_post_accumulate_grad_hook(reduce_gradient)
 
 
 # -------------------------------------------------------------------------------------------------
-# stage 3, P_os+g+p: parameters, too, are kept in pieces
+# stage 3, P_os+g+p: parameters, too, are kept only in pieces
 
 
 @torch.no_grad()
@@ -213,36 +227,40 @@ def unshard(parameters: list[Parameter], *_) -> None:
 
 
 def reshard(parameters: list[Parameter], *_) -> None:
-    """Forward hook of a unit: free these values. Autograd needs the shape of a parameter, so one
-    nan stays, expanded to it. Who reads a parameter too early gets nan, and no old value."""
+    """Forward hook of a unit: free these values. One nan stays, expanded to the shape, which
+    autograd needs. Who reads a parameter at a wrong time gets nan, and no old value."""
     for p in parameters:
         p.data = p.new_full((), math.nan).expand(p.shape)  # one element, strides of 0
 
 
 def pack(module: Module, t: Tensor) -> Callable[[], Tensor]:
-    """Autograd saves t for the backward -> what it keeps instead: a recipe, a function that returns
-    t. If t is a parameter of module, or a view of one, such as its transpose, t would keep the
-    whole parameter alive. So that recipe gathers it again. (If a step comes between, these are new
-    values, and nobody notices.)"""
-    for p in module.parameters():  # one that is not whole now has other memory, and does not match
+    """t, which autograd saves -> what it keeps in place of t: a recipe, a function that returns t.
+
+    If t is a parameter of module, or a view of one, such as its transpose, t would keep the memory
+    of the whole parameter. So the recipe gathers it again. Do not step between a forward and its
+    backward: these would be new values, and nobody would notice."""
+    for p in module.parameters():  # those that are not whole now have the memory of their nan
         if t.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
             layout = t.shape, t.stride(), t.storage_offset()
             return lambda: gather(p).as_strided(*layout)
-    kept = t.detach()  # an output that its own node saves would keep the node, and so itself, alive
+    # tanh saves its output, whose graph has the node that keeps it: a cycle, without detach().
+    kept = t.detach()
     return lambda: kept
 
 
 def unpack(recipe: Callable[[], Tensor]) -> Tensor:
-    """In the backward: what `pack` has returned -> the tensor that it was given."""
+    """A recipe -> the tensor that `pack` was given. The backward calls it."""
     return recipe()
 
 
 def gather_when_used(module: Module, units: Iterable[Module]) -> None:
-    """Let parameters be whole only where they are used. units: submodules, such as the blocks, none
-    inside another. A unit is whole during its forward. What is in no unit, the root, is whole
-    during the forward of module. The backward gathers each parameter that autograd has saved, for
-    one operation. (Inside activation checkpointing, which saves tensors in its own way, a unit that
-    is recomputed is whole until its backward is over.)"""
+    """From now on parameters are whole only where they are used.
+
+    units: submodules, such as the blocks, none inside another. A unit is whole during its forward.
+    What is in no unit, the root, is whole during the forward of module. In the backward a parameter
+    that autograd has saved is whole while one operation uses it. (Activation checkpointing saves
+    tensors in its own way: a unit that it computes again is whole until its backward is over.)
+    """
     units = list(units)
     in_units = {p for unit in units for p in unit.parameters()}
     root = [p for p in module.parameters() if p not in in_units]
@@ -254,7 +272,7 @@ def gather_when_used(module: Module, units: Iterable[Module]) -> None:
         unit.register_forward_pre_hook(functools.partial(unshard, parameters))
         # always_call: activation checkpointing ends its second forward by an exception.
         unit.register_forward_hook(functools.partial(reshard, parameters), always_call=True)
-    forward = module.forward
+    forward = module.forward  # hooks could not put it inside a context
 
     def forward_with_recipes(*inputs, **options):
         with torch.autograd.graph.saved_tensors_hooks(functools.partial(pack, module), unpack):
@@ -266,22 +284,25 @@ def gather_when_used(module: Module, units: Iterable[Module]) -> None:
 # -------------------------------------------------------------------------------------------------
 # what a fast version must add: the contents of ddp.py and zero.py
 #
-#   messages    of 25 MB: many gradients in one flat buffer, a bucket; many parameters in another
-#   overlap     a bucket is sent while the backward computes the next one; a unit is gathered while
-#               the forward, or the backward, computes the one before
-#   one gather  of a unit in the backward, not one of each parameter that autograd has saved
-#   agreement   ranks that use different parameters, or skip a unit
-#   safety      what is read too early or too late raises, also where a step has come between
-#   memory      buffers that are used again, as allocating costs time
-#   the rest    clipping (the norm is over all ranks' pieces), no_sync(), 16-bit parameters and
-#               gradients, strides, meta devices, checkpoints
+#   - Buckets: many gradients, or parameters, are sent in one message of 25 MB.
+#   - Overlap: a bucket is sent while the backward computes the next one. A unit is gathered while
+#     the forward, or the backward, computes the one before.
+#   - One gather of a unit in the backward, not one for each parameter that autograd has saved.
+#   - Agreement of ranks that use different parameters, or skip a unit.
+#   - Safety: what is read too early or too late raises, also where a step has come between.
+#   - Memory that is used again, as allocating costs time.
+#   - Clipping, whose norm is over all ranks' pieces; no_sync(); 16-bit parameters and gradients;
+#     strides; meta devices; checkpoints.
 
 
 # -------------------------------------------------------------------------------------------------
-# the proof: one model in five modes. All end on the same hash if a step has one backward. If it has
-# two, `ddp` and `1` end on another one than the rest: there a rank adds its own two gradients
-# first, (a0 + a1) + (b0 + b1). In `single`, `2` and `3` it is ((a0 + b0) + a1) + b1.
-
+# the proof: one model in five modes
+#
+# If a step has one backward, all end on the same hash. If it has two, there are two hashes, unless
+# W is 1. With the gradients a1, a2 of rank 0 and b1, b2 of rank 1 in the first and second backward:
+#
+#     ddp, 1           (a1 + a2) + (b1 + b2)      a rank adds its own first, and sends once
+#     single, 2, 3     ((a1 + b1) + a2) + b2      all ranks' are added in each backward
 
 MODES = ("single", "ddp", "1", "2", "3")
 
@@ -303,7 +324,7 @@ class Model(Module):
 
 
 def backward_of(module, step, number, micro_steps):
-    """Of the micro batch that has this number in the step."""
+    """Forward and backward of a micro batch, by its number in the step."""
     generator = torch.Generator().manual_seed(1000 * step + number)
     x = torch.randn(16, 7, generator=generator)
     error = module(x) - x.sum(dim=1, keepdim=True)
@@ -312,14 +333,16 @@ def backward_of(module, step, number, micro_steps):
 
 
 def backward_of_all(module, step, micro_steps):
-    """`single`: one process computes what W ranks would, in turn, and adds the same products."""
+    """`single`: compute what W ranks would, in turn, without them, and add the same products."""
     W = dist.get_world_size()
     totals = {}
     for number in range(micro_steps * W):
         backward_of(module, step, number, micro_steps)
         for p in module.parameters():
             product = p.grad * (1 / W)
-            totals[p] = totals[p] + product if p in totals else product
+            if p in totals:
+                product = totals[p] + product
+            totals[p] = product
             p.grad = None
     for p, total in totals.items():
         p.grad = total
@@ -347,7 +370,8 @@ def train(mode, micro_steps):
                 backward_of_all(module, step, micro_steps)
             else:
                 for micro_step in range(micro_steps):
-                    backward_of(module, step, micro_step * W + rank, micro_steps)
+                    number = micro_step * W + rank  # one process would compute them in this order
+                    backward_of(module, step, number, micro_steps)
             held = bytes_held(module, trained, optimizer)
             if mode == "ddp":
                 average_gradients(module)
@@ -357,11 +381,11 @@ def train(mode, micro_steps):
             optimizer.zero_grad()
             if mode in ("1", "2"):
                 gather_parameters(module)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for p in module.parameters():
         whole = gather(p) if mode == "3" else p.detach()
-        found.update(whole.numpy().tobytes())
-    return found.hexdigest()[:8], held, sum(sent)
+        digest.update(whole.numpy().tobytes())
+    return digest.hexdigest()[:8], held, sum(sent)
 
 
 def bytes_held(module, trained, optimizer):
@@ -369,7 +393,8 @@ def bytes_held(module, trained, optimizer):
     parameters = [*module.parameters(), *trained]
     averages = []
     for p in trained:
-        averages += [optimizer.state[p].get(name) for name in ("exp_avg", "exp_avg_sq")]
+        for name in ("exp_avg", "exp_avg_sq"):
+            averages.append(optimizer.state[p].get(name))  # None before the first step
     of_kinds = []
     for tensors in (parameters, [p.grad for p in parameters], averages):
         memories = {}
@@ -388,12 +413,12 @@ def elements_sent():
     exchange, broadcast = dist.all_to_all_single, dist.broadcast
     sent = []
 
-    def counted_exchange(arriving, flat, sizes_in, sizes_out, **options):
-        sent.append(len(flat) - sizes_out[rank])
-        exchange(arriving, flat, sizes_in, sizes_out, **options)
+    def counted_exchange(arriving, flat, sizes_to_receive, sizes_to_send, **options):
+        sent.append(len(flat) - sizes_to_send[rank])
+        exchange(arriving, flat, sizes_to_receive, sizes_to_send, **options)
 
     def counted_broadcast(piece, group_src, **options):
-        if group_src == rank:
+        if group_src == rank:  # counted as if each message went straight to its rank
             sent.append((W - 1) * len(piece))
         return broadcast(piece, group_src=group_src, **options)
 
