@@ -9,21 +9,20 @@ ranks step with the mean of their gradients.
 
 Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (Li et al., arXiv
 2006.15704, section 3.2): parameters are divided among buckets of 25 MB, the last parameters first,
-since the backward reaches them first. A hook on each parameter moves its gradient, times 1/W, into
-the bucket's flat buffer. A full bucket is summed over ranks while the backward goes on. A callback
-at the end of the backward waits for the rest. (A product with 1/W is rounded, unless W is a power
-of two. train.py wants the same bits for every W. So it calls `set_gradient_divide_factor(1)`, by
-which buckets are only summed, and divides once, after the sum: see `clip_gradients_`.)
+since the backward reaches them first. A hook on each parameter moves its gradient into the bucket's
+flat buffer. A full bucket is multiplied by 1/W, and its sum over ranks is made while the backward
+goes on, one or two buckets at a time. A callback at the end of the backward sends what is left, and
+waits.
 
 How it differs from torch's: the W contributions to an element are added in rank order,
 ((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
-ring all-reduce adds in an order that depends on the position.) oracle.py has the same in twenty
-lines: `average_gradients`. Buckets and hooks compute it, too, only earlier.
+ring all-reduce adds in an order that depends on the position.) oracle.py computes the same after
+the backward, parameter by parameter: `average_gradients`.
 
-Cost: 4 Psi bytes of buckets, which are the gradients (Psi: the number of parameters); 2 (W-1)/W Psi
-elements sent per rank and step; one number per parameter to agree on which were used; at W >= 3 the
-memory of a bucket, for what arrives. It works on any accelerator of torch, on the stream of the
-forward.
+Cost: 4 Psi bytes of buckets in fp32, which are the gradients (Psi: the number of parameters);
+2 (W-1)/W Psi elements sent per rank and step; one number per parameter to agree on which were used;
+at W >= 3 the memory of a bucket, for what arrives. It works on any accelerator of torch, on the
+stream of the forward.
 
 In this order: collectives, buckets, the reducer that ZeRO shares, `PlainDDP`, comm hooks, clipping.
 That is all of DDP. The last lines put `Guards` of guards.py before it, which protect from mistakes:
@@ -62,8 +61,9 @@ Group = dist.ProcessGroup | None  # None: all ranks
 # One after the other they are an all-reduce. Each costs (W-1)/W of the buffer's elements sent.
 # Chunks are as nearly equal as `Tensor.tensor_split(W)` makes them.
 #
-# Each function starts the communication, and returns a function that waits for its end. On an
-# accelerator the current stream waits, and the CPU goes on. Call all of them on the stream of the
+# `exchange`, `reduce_scatter`, `all_gather` and `count_ranks` start the communication, and return a
+# function that waits for its end; `all_reduce` is a generator; `broadcast` waits. On an accelerator
+# to wait lets its current stream wait, and the CPU goes on. Call all of them on the stream of the
 # forward. On accelerators all ranks have to make all calls in one order. On CPU the tag tells
 # messages apart, so the order may differ between calls with different tags.
 
@@ -95,11 +95,11 @@ def is_native(flat, W):
 
 
 def add_in_rank_order(contributions: list[torch.Tensor], out: torch.Tensor) -> None:
-    """out = ((c0 + c1) + c2) + ..., where out may have any dtype, and may be one of them.
+    """out = ((c0 + c1) + c2) + ...
 
-    contributions: tensors c0, c1, ... of one shape, in rank order. The sum is made in c0's memory,
-    then copied to out, unless that is the same memory. If c0 has 16 bits, the sum is made in fp32
-    in memory of its own, and rounded once, to out.
+    contributions: tensors c0, c1, ... of one shape, in rank order. c0 is overwritten: the sum is
+    made in its memory, then copied to out. (out may be c0, or another one of them, and may have
+    another dtype.) If c0 has 16 bits, the sum is made in fp32 in new memory, and rounded once.
     """
     total, *rest = contributions
     if total.dtype.itemsize == 2:
@@ -111,15 +111,15 @@ def add_in_rank_order(contributions: list[torch.Tensor], out: torch.Tensor) -> N
 
 
 def reduce_scatter(flat: torch.Tensor, process_group: Group = None, tag: int = 0):
-    """Start to send each rank its chunk of flat, 1-D -> a function finish(out, earlier), which
+    """Start to send each rank its chunk of flat, 1-D -> a function add(out, earlier), which
     waits and adds.
 
-    finish writes to out the sum, by `add_in_rank_order`, of the tensors in the list earlier (ZeRO
+    add writes to out the sum, by `add_in_rank_order`, of the tensors in the list earlier (ZeRO
     has the sum of earlier micro-steps there), and then of what each rank has in this rank's chunk.
     Without arguments out is this rank's chunk of flat itself, so the sum is in place.
 
     Costs: the others' chunks sent, and W-1 times this rank's chunk of memory, for what arrives,
-    which finish frees.
+    which add frees.
 
     Not torch's own: that adds in an order of its own, and 16-bit numbers in 16 bits.
     """
@@ -137,12 +137,12 @@ def reduce_chunks(chunks, process_group, tag):
     contributions.insert(rank, own)  # now the r-th is rank r's
     wait = exchange(chunks, contributions, process_group, tag)
 
-    def finish(out=own, earlier=()):
+    def add(out=own, earlier=()):
         wait()
         add_in_rank_order([*earlier, *contributions], out)
         contributions.clear()  # frees what has arrived, whoever keeps this function
 
-    return finish
+    return add
 
 
 def reduce_scatter_at_once(flat, process_group):
@@ -153,12 +153,12 @@ def reduce_scatter_at_once(flat, process_group):
     arriving = [torch.empty_like(flat)]
     work = dist.all_to_all_single(arriving[0], flat, group=process_group, async_op=True)
 
-    def finish(out=own, earlier=()):
+    def add(out=own, earlier=()):
         work.wait()
         contributions = arriving.pop().view(W, -1)  # freed at the end, whoever keeps this function
         add_in_rank_order([*earlier, *contributions], out)
 
-    return finish
+    return add
 
 
 def all_gather(flat: torch.Tensor, process_group: Group = None, tag: int = 0):
@@ -178,9 +178,13 @@ def gather_chunks(chunks, process_group, tag):
 
 
 def all_reduce(flat: torch.Tensor, process_group: Group = None, tag: int = 0):
-    """Sum flat, 1-D, over ranks in place. A generator, a reduction: its first next() starts it. It
-    yields where communication is under way, so that the caller can compute meanwhile. The next()
-    after that waits, and goes on. `for _ in all_reduce(flat): pass` sums at once."""
+    """Sum flat, 1-D, over ranks in place. It is a generator, a *reduction*: each next() goes on to
+    a `yield`, where messages are under way and the caller can compute, and at last to the end:
+
+        W <= 2   1st next(): start the all-reduce.       2nd: wait for it.
+        W >= 3   1st next(): start the reduce-scatter.   2nd: wait, add, start the all-gather.
+                                                         3rd: wait for that.
+    """
     if dist.get_world_size(process_group) <= 2:
         # Two contributions have only one order: torch's own has the right bits, and is faster.
         wait = dist.all_reduce(flat, group=process_group, async_op=True).wait
@@ -210,7 +214,7 @@ def count_ranks(flags: list[bool], device: torch.device, process_group: Group):
 def broadcast(tensors: list[torch.Tensor], process_group: Group) -> None:
     """Overwrite tensors by rank 0's, and wait."""
     if tensors:
-        group = process_group or dist.group.WORLD  # of None that function would crash
+        group = process_group or dist.group.WORLD  # that function does not accept None
         # .data: autograd may have saved a buffer, and need not hear of its new value.
         dist._broadcast_coalesced(group, [t.data for t in tensors], 2**28, 0)
 
@@ -226,14 +230,15 @@ class Slot:
     parameter: torch.nn.Parameter
     fqn: str  # its fully qualified name, such as "blocks.0.mlp.down.weight"
     shape: torch.Size
-    strides: tuple  # in the buffer, where there are no gaps
+    strides: tuple  # in the buffer: packed, without gaps between its elements
     start: int  # its first element in the flat buffer
-    owner: torch.Tensor  # whose `.grad` becomes the mean: the parameter; in ZeRO its shard
+    shard: torch.Tensor  # what the optimizer has of it, whose `.grad` becomes the mean: the
+    #                      parameter; in ZeRO this rank's part of it
 
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's number
-MESSAGE_BYTES = 2**18  # least size of a large bucket's chunk: smaller messages cost as much time
-ALIGN_CHUNK_BYTES = 16  # what chunks are a multiple of: so kernels and NCCL read 16 bytes at once
+MESSAGE_BYTES = 2**18  # buckets grow with W, as smaller chunks than this take as much time to send
+ALIGN_CHUNK_BYTES = 16  # chunks are multiples of it, so that kernels and NCCL read 16 bytes at once
 
 
 def bucket_bytes(W):
@@ -256,15 +261,15 @@ class Bucket:
         slots        one for each parameter
         gradients    the flat buffer, of n elements or a few more, so that it can be cut into
                      chunks of one size; or None while there is no memory for it
-        unreduced    the slots of which this rank has a gradient in the buffer that is not yet
-                     summed over ranks: this backward has brought it, or one in no_sync()
+        unreduced    the slots that count as used in the next sum over ranks: their gradient is in
+                     the buffer, and has yet to be summed
     """
 
     def __init__(self, parameters, names, align=1):
         self.slots, self.n, self.unreduced = [], 0, set()
         for p in parameters:
             packed = torch.empty_like(p, device="meta")  # has p's order of dimensions, and no gaps
-            slot = Slot(self, p, names[p], p.shape, packed.stride(), self.n, owner=p)
+            slot = Slot(self, p, names[p], p.shape, packed.stride(), self.n, shard=p)
             self.slots.append(slot)
             self.n += round_up(p.numel(), align)
         self.gradients = None
@@ -272,7 +277,7 @@ class Bucket:
     def __repr__(self):
         """For errors, profiles and debuggers."""
         first = self.slots[0]
-        n_bytes = self.n * first.owner.dtype.itemsize
+        n_bytes = self.n * first.shard.dtype.itemsize
         return f"the bucket from {first.fqn} on ({1e-6 * n_bytes:.2f} MB)"
 
     def view(self, slot, buffer):
@@ -314,7 +319,7 @@ def fill_buckets(parameters: list[torch.nn.Parameter], cap_bytes: float,
     A list has parameters of one kind: one device, one dtype, all trained or all frozen. Each kind
     has a list of its own that is filling; a parameter of another kind does not close it.
     A parameter that would bring its list above the limit, in bytes, closes it, and opens the next
-    one. So one that is larger than the limit is alone. The limit is first_bytes until the first
+    one. The limit is first_bytes until the first
     list is closed, so that communication starts early. After that it doubles with every list that
     is closed, of whichever kind, up to cap_bytes. (To close a list after it has exceeded its limit
     would be worse: the head could share one with the embedding, and wait for the end of the
@@ -353,22 +358,22 @@ def weakly(method, *first):
 
 
 class Backward:
-    """A backward under way, from the first sign of it to the engine's callback.
+    """A backward under way, from the first sign of it, such as a hook, to the engine's callback.
 
         task          the engine's number of it
         unready       slots whose gradient it has yet to bring
-        is_averaging  whether gradients are averaged: not in no_sync(), nor in a backward that
-                      reaches none of the parameters
+        is_averaging  whether gradients are averaged: not in no_sync(), nor, in ZeRO, in a backward
+                      that reaches none of the parameters
         scale         what gradients are multiplied by before the sum
         to_launch     buckets that are yet to be reduced, in order
         launched      [(a text that names it, a reduction under way)]
 
-    Is there a gradient of a parameter? There are three such questions:
+    Is there a gradient of a parameter? These are three questions:
 
         slot in backward.unready     this backward will bring one
-        slot in bucket.unreduced     this rank has one, in the bucket; it is not yet averaged
-        slot.owner.grad is not None  there is one for the optimizer; from the end of a backward on,
-                                     where some rank had one, it is the mean
+        slot in bucket.unreduced     this rank has one that the next sum over ranks takes
+        slot.shard.grad is not None  the optimizer gets one: after a backward that averages, where
+                                     some rank had one
     """
 
     def __init__(self, task, unready, buckets, scale):
@@ -389,8 +394,7 @@ class Reducer(torch.nn.Module):
         the backward ends          _finalize_backward -> _wait_for_buckets
 
     A subclass calls `_track` with the buckets of trained parameters, in the order in which a
-    backward fills them. It has `shard_group`, and `_reduce(bucket)`, a generator like `all_reduce`:
-    it yields where communication is under way.
+    backward fills them. It has `_reduce(bucket)`, a reduction, such as `all_reduce` makes.
     """
 
     def __init__(self, module, process_group, find_unused_parameters, options, init_sync=True):
@@ -398,7 +402,7 @@ class Reducer(torch.nn.Module):
         self.module, self.find_unused_parameters = module, find_unused_parameters
         self.process_group = process_group or dist.group.WORLD
         self.world_size = dist.get_world_size(process_group)
-        self.shard_group = None  # the ranks over which parameters are sharded, for stages
+        self.shard_group = None  # the ranks over which parameters are sharded; stages set it
         self.gradient_divide_factor = self.world_size  # of the sum over ranks
         self.require_backward_grad_sync = True  # no_sync() changes it
         self.forward_sync_buffers = True  # whether forwards begin with rank 0's buffers
@@ -445,16 +449,17 @@ class Reducer(torch.nn.Module):
             _trained          slots of those that get gradients, in that order
             _accumulate_grad  {such a slot: the node of the graph that adds to `.grad`}; autograd
                               would make another one for each backward if nobody kept it
-            exposed_s         seconds that the training thread has waited for communication. For an
-                              accelerator's stream it does not wait, and so cannot tell: nan
+            exposed_s         seconds that the training thread has waited for communication, sums
+                              included. For an accelerator's stream it does not wait, and so cannot
+                              tell: nan
         """
         self._buckets = buckets
         slots = {}
         for bucket in (*buckets, *frozen):
             for slot in bucket.slots:
                 slots[slot.parameter] = slot
-            # A bucket and its slots refer to each other. So that both go with this wrapper, at
-            # once, and not when the garbage collector comes:
+            # A bucket and its slots refer to each other, and so would wait for the garbage
+            # collector. Now they go with this wrapper.
             weakref.finalize(self, bucket.slots.clear)
         self._slots = {p: slots[p] for p in self.module.parameters() if p in slots}
         self._trained = [slot for slot in self._slots.values() if slot.bucket in buckets]
@@ -472,10 +477,11 @@ class Reducer(torch.nn.Module):
         """Remove a hook, by its handle, when this wrapper is deleted."""
         weakref.finalize(self, handle.remove)
 
-    @torch.compiler.disable  # torch.compile of all would trace what is to be asked each time
+    @torch.compiler.disable  # a compiled model would keep the answers of the first call
     def _prepare_forward(self):
-        """Copy rank 0's buffers to all ranks; as in torch, not if the forward before ran under
-        no_grad() or in no_sync()."""
+        """Raise if the last backward left parameters out: `_refuse_unused`. Copy rank 0's buffers
+        to all ranks; as in torch, not if the forward before ran under no_grad() or in no_sync().
+        """
         self._refuse_unused()
         if self._buffers_are_due and self.forward_sync_buffers and not in_backward():
             broadcast([t for _, t in self._named("buffers")], self.process_group)
@@ -487,17 +493,18 @@ class Reducer(torch.nn.Module):
     # ---- what a script calls
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also forgets a backward that has raised."""
-        super().zero_grad(set_to_none)
+        """Also forgets a backward that has raised. What that has launched may still write sums to
+        gradients, so wait for it first."""
         if self._backward is not None:
             self._wait_for_buckets()
             self._backward = None
+        super().zero_grad(set_to_none)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by factor, a number above 0, and no longer by W,
-        from the next backward on. As FSDP2's. A factor that is no power of two rounds each gradient
-        before the sum. For the same bits at every W set 1, and divide after the sum, as
-        `clip_gradients_` can. A loss over the shards of a stage counts once, not once per rank."""
+        from the next backward on; FSDP2's name. Each gradient is multiplied by 1/factor before the
+        sum, which rounds it, unless factor is a power of two. For the same bits at every W set 1,
+        and divide after the sum, as `clip_gradients_` can: train.py does."""
         self.gradient_divide_factor = factor
 
     @contextlib.contextmanager
@@ -535,8 +542,9 @@ class Reducer(torch.nn.Module):
         self._refuse_unused()
         unready = set()
         if self.require_backward_grad_sync:
-            # Only parameters that this backward reaches: a bucket must not wait for the others. In
-            # torch.autograd.grad() of a parameter the engine raises here: nothing would average.
+            # Only parameters that this backward reaches: a bucket must not wait for the others.
+            # (Inside torch.autograd.grad() of a parameter this question raises. It should: that
+            # writes no `.grad`, so nothing would be averaged.)
             for slot, node in self._accumulate_grad.items():
                 if torch._C._will_engine_execute_node(node):
                     unready.add(slot)
@@ -565,11 +573,20 @@ class Reducer(torch.nn.Module):
         return self._backward.unready.isdisjoint(bucket.slots)
 
     def _launch_ready_buckets(self, at_end=False):
-        """Start to reduce buckets, as far as they are ready. In their order, which all ranks have
-        in common; the order in which they fill may differ. At the end all of them go. A parameter
-        that this backward has not reached sends what no_sync() has held back for it, or zeros.
+        """Start to reduce buckets, as far as they are ready; at the end all of them. In their
+        order, which all ranks have in common, as a rank's n-th collective meets the others' n-th;
+        the order in which buckets fill may differ between ranks. A parameter that this backward has
+        not reached sends what no_sync() has held back, or `.grad` holds, or zeros.
 
-        Before one is started, those under way go on: `_advance`."""
+        Before a bucket is started, those under way go on by one step: `_advance`. So few are under
+        way at a time, which bounds memory:
+
+            launch of      bucket 0         bucket 1              bucket 2             the end
+            W <= 2         start 0  ......  wait 0, start 1  ...  wait 1, start 2  ... wait 2
+            W >= 3         scatter 0  ....  add and gather 0,     wait 0,
+                                            scatter 1  .........  add and gather 1,
+                                                                  scatter 2  ........  ...
+        """
         backward = self._backward
         while backward.to_launch:
             bucket = backward.to_launch[0]
@@ -592,8 +609,9 @@ class Reducer(torch.nn.Module):
         """Each reduction under way goes on to its next `yield`, the oldest first, or to its end."""
         under_way = []
         for what, reduction in self._backward.launched:
-            go_on = functools.partial(next, reduction, "at its end")
-            if self._wait_for(what, go_on) != "at its end":
+            # At the end of a generator next() returns its second argument.
+            is_over = self._wait_for(what, functools.partial(next, reduction, True))
+            if not is_over:
                 under_way.append((what, reduction))
         self._backward.launched = under_way
 
@@ -616,13 +634,10 @@ class Reducer(torch.nn.Module):
 
     @torch.no_grad()
     def _finalize_backward(self):
-        """The engine's callback after a backward.
-
-        If it averages: launch the buckets that are left, wait for all, and `_give_means`. In any
-        case note in `_has_averaged` whether this one has, and that no backward is under way. At
-        last, with find_unused_parameters=False, raise RuntimeError naming the parameters that
-        are not frozen and that some rank has not used: by `_refuse_unused`. On an accelerator that
-        is for the next forward or backward, as in torch: here the CPU would wait for the device.
+        """The engine's callback after a backward. If it averages, launch the buckets that are left,
+        wait for all, and `_give_means`. In any case note in `_has_averaged` whether this one has,
+        and that no backward is under way. At last `_refuse_unused`. (On an accelerator that is for
+        the next forward or backward, as in torch: here the CPU would wait for the device.)
         """
         is_averaging = self._backward.is_averaging
         if is_averaging:
@@ -644,8 +659,9 @@ class Reducer(torch.nn.Module):
             bucket.unreduced.clear()
 
     def _count_ranks_that_used(self):
-        """[on how many ranks each parameter was used]; costs an all-reduce of a number for each. W
-        for all if this rank has used all: its own use suffices, and it need not wait."""
+        """[on how many ranks each parameter was used]; costs an all-reduce of a number for each. If
+        this rank has used all, it does not wait, and returns W for all: the caller asks only which
+        numbers are above 0."""
         is_used = [slot in slot.bucket.unreduced for slot in self._trained]
         device = self._trained[0].parameter.device
         wait = count_ranks(is_used, device, self.process_group)
@@ -656,7 +672,8 @@ class Reducer(torch.nn.Module):
         return self._wait_for("agree on use", wait)
 
     def _refuse_unused(self):
-        """Raise where some rank has not used a parameter in the last backward, naming those."""
+        """With find_unused_parameters=False, raise RuntimeError where some rank has not used a
+        parameter in the last backward, naming those that are not frozen."""
         wait, self._unread_counts = self._unread_counts, None
         if wait is None:
             return
@@ -737,7 +754,8 @@ class PlainDDP(Reducer):
         self._track(buckets)
 
     def __reduce__(self):
-        """For deepcopy, pickle and AveragedModel: how to make a copy, and what it has then."""
+        """For deepcopy, pickle and AveragedModel: how to make a copy, and what it has then. It has
+        no comm hook."""
         if self.process_group is not dist.group.WORLD:
             self._refuse("a copy would use the default process group: copy the module")
         make = functools.partial(type(self), bucket_cap_mb=self.bucket_cap_mb, init_sync=False)
@@ -753,20 +771,17 @@ class PlainDDP(Reducer):
         return self.module(*inputs, **kwargs)
 
     def _prepare_for_backward(self, task):
-        """As `Reducer`. If an earlier backward has averaged, its result is still in `.grad`, the
-        same on all ranks, and this backward will sum it over ranks a second time:
-
-            W = 2, factor 1: `.grad` is a + b on both ranks, and would become 2 (a + b)
-            W = 2, factor 2: it is (a + b) / 2, and becomes 2 (a + b) / 2 / 2, which is right
-
-        So divide it by W / factor first."""
+        """As `Reducer`. If the last backward has averaged, and nobody has zeroed its result G, G is
+        in `.grad`, the same on all ranks. New gradients will be added to it, and the whole will be
+        multiplied by 1/factor and summed over W ranks: so G becomes W / factor times G. Divide it
+        by that first. (Unless told otherwise factor is W, and there is nothing to do.)"""
         growth = self.world_size / self.gradient_divide_factor
         if self._has_averaged and growth != 1:
             for slot in self._trained:
                 if slot.parameter.grad is not None:
                     slot.parameter.grad.div_(growth)
         for bucket in self._buckets:
-            # no_sync() has left it in `.grad`, unless a script has dropped that: `put` will see.
+            # What no_sync() has left is in `.grad`, unless a script has dropped it. `put` will see.
             bucket.unreduced.clear()
         super()._prepare_for_backward(task)
 
@@ -783,14 +798,14 @@ class PlainDDP(Reducer):
         return self._call_comm_hook(bucket)
 
     def _call_comm_hook(self, bucket):
-        """As `all_reduce`. With one yield: so one hook is over before the next one is called, as it
-        may communicate while it is waited for."""
+        """A reduction by the comm hook. It has one yield, so `_advance` waits for its future before
+        the next hook is called: a hook may communicate even while its future is waited for."""
         future = self._comm_hook(self.comm_state, GradBucket(bucket, self._buckets))
         yield
         bucket.gradients[:bucket.n].copy_(future.wait())
 
     def register_comm_hook(self, state: object, hook: Callable) -> None:
-        """From now on hook(state, bucket) -> Future reduces each bucket, taking the mean included.
+        """From now on hook(state, bucket) -> Future reduces each bucket, and divides by W.
 
         bucket has the methods of torch.distributed.GradBucket.
         """
@@ -809,7 +824,7 @@ class PlainDDP(Reducer):
 
 
 # -------------------------------------------------------------------------------------------------
-# comm hooks, for DDP above and for torch's
+# what comm hooks need; trainer/comm_hooks.py has some
 
 
 class GradBucket:
@@ -840,7 +855,7 @@ class GradBucket:
 
 
 class HierarchicalState:
-    """For `hierarchical_hook`: two groups that this rank belongs to.
+    """Two groups that this rank belongs to, for the hook of that name and for hybrid sharding.
 
         ranks 0 1 2 3 with node_size 2     intra_node of rank 2: 2 3     inter_node of rank 2: 0 2
 

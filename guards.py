@@ -110,7 +110,7 @@ class Guards:
         super()._prepare_for_backward(task)
         for slot, reference in self._guard_given.items():
             kept = reference()
-            if kept is not None and kept is not slot.owner.grad:
+            if kept is not None and kept is not slot.shard.grad:
                 with torch._C.DisableTorchFunctionSubclass():
                     kept.data = kept.data.clone()  # this backward will write to the bucket
 
@@ -126,8 +126,8 @@ class Guards:
             super()._finalize_backward()
         finally:  # it may raise after it has given gradients
             for slot in self._trained:
-                if slot.owner.grad is not None:
-                    self._guard_given[slot] = weakref.ref(slot.owner.grad)
+                if slot.shard.grad is not None:
+                    self._guard_given[slot] = weakref.ref(slot.shard.grad)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Absent(torch.nn.Parameter):
             raise RuntimeError(f"{name} of a list of parameters: {ABSENT}")
         p = absent[0]
         slot = p._watch.slot
-        shard = slot.owner
+        shard = slot.shard
         with torch._C.DisableTorchFunctionSubclass():
             if is_attribute and name == "grad" and torch._C._current_graph_task_id() == -1:
                 return function(shard, *args[1:])
@@ -298,11 +298,11 @@ class ShardGuards(Guards):
         self._guard_elsewhere = set()  # and those of them that other ranks own: empty here
         for p, slot in self._slots.items():
             if p in self._uncut:
-                self._guard_whole.add(slot.owner)
+                self._guard_whole.add(slot.shard)
                 if slot.bucket.is_elsewhere(slot):
-                    self._guard_elsewhere.add(slot.owner)
+                    self._guard_elsewhere.add(slot.shard)
             seen = p.data_ptr(), p._version, p.requires_grad
-            p._watch = Watch(slot, type(p), slot.owner.data_ptr(), seen)
+            p._watch = Watch(slot, type(p), slot.shard.data_ptr(), seen)
         self._hide_all()
 
     # ---- a parameter may be read, or is Absent
@@ -324,9 +324,9 @@ class ShardGuards(Guards):
             address, version, requires_grad = p._watch.seen
             if (value.data_ptr(), p._version) != (address, version):
                 # .data: this is no change of version, so the graphs of this forward stay valid.
-                slot.owner.data.copy_(slot.bucket.part_of(slot, value))
+                slot.shard.data.copy_(slot.bucket.part_of(slot, value))
             if p.requires_grad != requires_grad:
-                slot.owner.requires_grad = p.requires_grad
+                slot.shard.requires_grad = p.requires_grad
 
     def _make_absent(self, unit):
         for p in unit.parameters:
@@ -371,7 +371,7 @@ class ShardGuards(Guards):
 
     def _check_shards(self):
         for p, slot in self._slots.items():
-            shard = slot.owner
+            shard = slot.shard
             if p.requires_grad != shard.requires_grad:  # a script has frozen or unfrozen the shard
                 p.requires_grad = shard.requires_grad
             if shard._backward_hooks or shard._post_accumulate_grad_hooks:
@@ -387,7 +387,7 @@ class ShardGuards(Guards):
         for bucket in self._all_buckets():
             has_moved = False
             for slot in bucket.slots:
-                if slot.owner.data_ptr() != slot.parameter._watch.home:
+                if slot.shard.data_ptr() != slot.parameter._watch.home:
                     has_moved = True
             if has_moved:
                 self._move(bucket)
@@ -397,13 +397,13 @@ class ShardGuards(Guards):
         values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
         own = bucket.own_chunk(values)
         for slot in bucket.slots:
-            bucket.shard_view(slot, own).copy_(slot.owner)
+            bucket.shard_view(slot, own).copy_(slot.shard)
         self._keep_parameters(bucket, values)
         for slot in bucket.slots:
-            slot.owner.data = bucket.shard_view(slot, bucket.sharded)
-            slot.parameter._watch.home = slot.owner.data_ptr()
+            slot.shard.data = bucket.shard_view(slot, bucket.sharded)
+            slot.parameter._watch.home = slot.shard.data_ptr()
         # It was an update: to be gathered, also between micro-steps; and graphs before it are old.
-        torch.autograd.graph.increment_version([slot.owner for slot in bucket.slots])
+        torch.autograd.graph.increment_version([slot.shard for slot in bucket.slots])
 
     # ---- forward
 
@@ -431,12 +431,12 @@ class ShardGuards(Guards):
         zero_grad() of an optimizer has dropped it. Where a loss over shards has added to the mark,
         by which its version is above 0, it is a gradient."""
         for slot in self._trained:
-            watch, gradient = slot.parameter._watch, slot.owner.grad
+            watch, gradient = slot.parameter._watch, slot.shard.grad
             if not isinstance(gradient, Held):
                 slot.bucket.unreduced.discard(slot)
             is_mark = isinstance(gradient, Held) and gradient is watch.mark
             if is_mark and gradient._version == 0:
-                slot.owner.grad = None
+                slot.shard.grad = None
             elif isinstance(gradient, Part):
                 gradient.__class__ = torch.Tensor
             watch.mark = None
@@ -450,11 +450,11 @@ class ShardGuards(Guards):
         self._guard_awaits_backward = False
         for slot in self._trained:
             is_held = slot in slot.bucket.unreduced
-            if is_held and slot.owner.grad is None:
-                slot.parameter._watch.mark = torch.zeros_like(slot.owner)
-                slot.owner.grad = slot.parameter._watch.mark
-            if slot.owner.grad is not None:
-                slot.owner.grad.__class__ = self._guard_held if is_held else self._guard_part
+            if is_held and slot.shard.grad is None:
+                slot.parameter._watch.mark = torch.zeros_like(slot.shard)
+                slot.shard.grad = slot.parameter._watch.mark
+            if slot.shard.grad is not None:
+                slot.shard.grad.__class__ = self._guard_held if is_held else self._guard_part
         if not self._in_forward:
             self._hide_all()
 

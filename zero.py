@@ -18,26 +18,25 @@ stages differ in what a rank keeps whole; for Psi parameters, per rank:
     Zero2  P_os+g    parameters                4 Psi + 12 Psi/W   n + 1
     Zero3  P_os+g+p  nothing                   16 Psi/W           at most 3 n
 
-(A step has n backwards, its micro-steps. Zero1 sends once if all but the last are in no_sync(), by
-which it holds back gradients, whole, as it has room for them anyway. Zero2 sends n + 1 if it is
-told which one is the last, by `set_is_last_backward`, and otherwise 2 n.)
+A step has n backwards, its micro-steps. Zero1 sends once if all but the last are in no_sync(): it
+has room for whole gradients anyway. Zero2 sends n + 1 if it is told which one is the last, by
+`set_is_last_backward`, and otherwise 2 n.
 
 The module keeps its parameters: forward and backward compute with them. The optimizer gets other
 parameters, the shards. (A fused optimizer rounds the last elements of a tensor differently, so that
 its shards do not get the bits of the whole.)
 
-How it differs: the all-gather of a unit overlaps with the forward of the one before. In stage 3 the
-backward unshards a unit when autograd asks for one of its weights, so a model may call its units
-again, out of order or in a checkpoint. Contributions to a gradient are added in rank order, in
-stages 2 and 3 micro-step by micro-step. Outside of no_sync() that gives the bits of one process
-that accumulates the same micro batches, if W is a power of two, or if 1/W is left out: train.py
-calls `set_gradient_divide_factor(1)` and divides after the sum.
+How it differs: in stage 3 the backward unshards a unit when autograd asks for one of its weights,
+so a model may call its units again, out of order or in a checkpoint. Contributions to a gradient
+are added in rank order, in stages 2 and 3 micro-step by micro-step. These are the bits of one
+process that accumulates the same micro batches, if no backward is in no_sync(), and if 1/W does not
+round: W is a power of two, or `set_gradient_divide_factor(1)` was called, as train.py does.
 
 Cost beside the table: during the backward three buckets of 25 MB, one that fills, one that is sent
-and what arrives for it (Zero1: the last); in Zero3 the root and two units; under no_sync() whole
-gradients.
+and what arrives for it (Zero1: only the last, as it keeps the others anyway); in Zero3 the root and
+two units; under no_sync() whole gradients.
 
-oracle.py has the three stages in a hundred lines. Here is the same, only earlier, in this order:
+oracle.py has the three stages in two hundred lines. Here is the same, only earlier, in this order:
 buckets and units; the stages as the paper has them: `PlainZero1`, which can be read by itself, what
 `PlainZero2` does otherwise, and what `PlainZero3` adds; the meta device; whole parameters, for
 Muon. That is all of ZeRO. The last lines put `ShardGuards` of guards.py before the stages, which
@@ -81,8 +80,8 @@ class Sharding(typing.NamedTuple):
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose parameters lie in flat buffers too, of n elements, cut into W chunks. Rank r
-    owns the r-th, which has S elements there:
+    """A bucket whose parameters lie in flat buffers, too. Each buffer of n elements is cut into W
+    chunks, and rank r owns the r-th, of S elements (`size`):
 
         unsharded          (n,) in param_dtype: whole parameters, which forward and backward use; or
                            None
@@ -102,7 +101,7 @@ class ShardedBucket(Bucket):
 
     In another dtype or on another device (offload) a chunk has memory of its own in any stage. A
     shard is this rank's part of one parameter, a view of `sharded`, and may be empty. The
-    optimizer gets it. All chunks have S elements, and parameters are cut where a chunk ends:
+    optimizer gets it. Here all chunks are equal, and parameters are cut where a chunk ends:
 
         three ranks   a a a b|b c c c|c d d -      S = 4, and a gap of one at the end
     """
@@ -114,7 +113,7 @@ class ShardedBucket(Bucket):
             self.param_dtype = sharding.param_dtype or self.dtype
             self.reduce_dtype = sharding.reduce_dtype or self.dtype
         dtypes = self.dtype, self.param_dtype, self.reduce_dtype
-        itemsize = min(dtype.itemsize for dtype in dtypes)
+        itemsize = min(dtype.itemsize for dtype in dtypes)  # so alignment holds in all of them
         super().__init__(parameters, sharding.names, ALIGN_BYTES // itemsize)
         self.n = max(1, self.n)  # some memory also for parameters without elements
         ends = self.lay_out(sharding.W, ALIGN_CHUNK_BYTES // itemsize)
@@ -135,8 +134,8 @@ class ShardedBucket(Bucket):
         return buffer[self.first:self.end]
 
     def lies_in(self, chunk, buffer):
-        """Whether chunk, (S,), is this rank's chunk of buffer, and not a copy. By the memory that
-        they are views of, as the address of an empty chunk is 0 in any buffer."""
+        """Whether chunk, (S,), is this rank's chunk of buffer, and not a copy."""
+        # _cdata tells one piece of memory from another. data_ptr() is 0 for all empty chunks.
         memory = chunk.untyped_storage()._cdata
         return buffer is not None and memory == buffer.untyped_storage()._cdata
 
@@ -175,8 +174,9 @@ class ShardedBucket(Bucket):
         return reduce_scatter(self.gradients, process_group, tag)
 
     def place_in_backward(self, places):
-        """A backward completes buckets in falling order of this. places: {parameter: its place in
-        the module}. This bucket is complete when the first of its parameters is reached."""
+        """A backward starts at the end of the module, so it completes buckets in falling order of
+        (the place of its first parameter, 1). places: {parameter: its place in the module}. (An
+        `OwnedBucket` has 0 there, and comes after others with the same place.)"""
         return min(places[slot.parameter] for slot in self.slots), 1
 
     # ---- parameters
@@ -187,11 +187,11 @@ class ShardedBucket(Bucket):
             p = slot.parameter
             # .data, for a _version of its own: a gather writes to sharded, which is no update.
             value = self.shard_view(slot, self.sharded).data
-            slot.owner = nn.Parameter(value, p.requires_grad)
-            vars(slot.owner).update(vars(p))  # such as p.no_decay, by which a script makes groups
+            slot.shard = nn.Parameter(value, p.requires_grad)
+            vars(slot.shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
 
     def part_of(self, slot, value):
-        """This rank's part of value, which has the shape of the parameter: shaped as its shard."""
+        """This rank's part of value, a whole parameter, in the shape of the shard."""
         whole = torch.empty(self.n, dtype=value.dtype, device=self.sharded.device)
         self.view(slot, whole).copy_(value)
         return self.shard_view(slot, self.own_chunk(whole))
@@ -208,6 +208,7 @@ class ShardedBucket(Bucket):
             if self.unsharded is not None:
                 slot.parameter.data = self.view(slot, self.unsharded)
             else:
+                # .to: an integer dtype has no nan, but gets some number.
                 nan = torch.full((), float("nan"), device=self.device).to(self.param_dtype)
                 slot.parameter.data = nan.expand(slot.shape)
 
@@ -239,53 +240,54 @@ class ShardedBucket(Bucket):
         return self.shard_view(slot, self.sharded_gradients).data
 
     def is_home(self, slot):
-        """Whether the shard's `.grad` is its part of sharded_gradients, or has no elements."""
-        gradient, mean = slot.owner.grad, self.place_of_mean(slot)
+        """Whether the shard's `.grad` is its part of sharded_gradients. An empty shard's is."""
+        gradient, mean = slot.shard.grad, self.place_of_mean(slot)
         if mean.numel() == 0:
-            return True  # the address of nothing is 0 everywhere
+            return True  # the address of nothing is 0 everywhere, so it could not be compared
         return gradient is not None and gradient.data_ptr() == mean.data_ptr()
 
     def give_mean(self, slot):
         """The mean of a gradient, or this rank's part of it, becomes `.grad` of the shard. If there
         is a `.grad`, it stays the same object, as scripts keep lists of gradients."""
         mean = self.place_of_mean(slot)
-        if slot.owner.grad is None:
-            slot.owner.grad = mean
+        if slot.shard.grad is None:
+            slot.shard.grad = mean
         elif not self.is_home(slot):
-            slot.owner.grad.data = mean.add_(slot.owner.grad)  # a loss over the shards has made it
+            slot.shard.grad.data = mean.add_(slot.shard.grad)  # a loss over the shards has made it
 
     def accumulated(self):
         """[what the shards' `.grad` hold from micro-steps before, (S,), with zeros where one is
-        None], or [] if all are None. They are to be added to the new means in sharded_gradients,
-        so from now on `.grad` is there.
+        None], or [] if all are None. And point each `.grad` to its place in sharded_gradients,
+        where the new sum will be written.
 
-        In general it was there already, and no memory is needed. But a script may have replaced
-        some, or set them to None, and `PlainZero1._prepare_for_backward` moves all of them. Then
+        In stages 2 and 3 they are there already, and no memory is needed, unless a script has
+        replaced some, or set some to None. In stage 1 `_prepare_for_backward` has moved them. Then
         they are copied.
         """
-        held = [slot for slot in self.slots if slot.owner.grad is not None]
+        held = [slot for slot in self.slots if slot.shard.grad is not None]
         if not held:
             return []
         if all(self.is_home(slot) for slot in self.slots):
             return [self.sharded_gradients]
         together = torch.zeros_like(self.sharded)
         for slot in held:
-            self.shard_view(slot, together).copy_(slot.owner.grad)
-            slot.owner.grad.data = self.place_of_mean(slot)
+            self.shard_view(slot, together).copy_(slot.shard.grad)
+            slot.shard.grad.data = self.place_of_mean(slot)
         return [together]
 
 
 class Unit:
     """A part of the model whose parameters are unsharded together: a block, or, the root, the rest.
 
-        submodules, parameters   what belongs to it and to no other unit
+        submodules, parameters   what belongs to it; what is in two units belongs to the root
         buckets                  of these parameters
-        tag                      of its all-gathers; without, ranks could swap units out of order
+        tag                      of its all-gathers: if ranks gather units in another order, gloo
+                                 does not swap them, and times out
         is_unsharded             whether the whole parameters have the values of the shards, or will
                                  have them when the all-gather under way ends. (In stages 1 and 2
                                  there always are whole ones, but after a step their values are old)
         pending_gathers          functions that wait for that all-gather
-        version                  `current_version()` when it was last unsharded; -1: it has to be
+        version                  `current_version()` when it was last unsharded; -1: no longer known
     """
 
     def __init__(self, name, module, tag, is_root=False):
@@ -305,7 +307,7 @@ class Unit:
         version = 0
         for bucket in self.buckets:
             for slot in bucket.slots:
-                version += slot.owner._version
+                version += slot.shard._version
         return version
 
 
@@ -350,8 +352,8 @@ def cast_floats(inputs, dtype):
 # -------------------------------------------------------------------------------------------------
 # stage 1
 #
-# The first two lines say what a stage keeps, the others what it does at each step. A dot: as the
-# stage before. (R): as `Reducer`.
+# A summary, to come back to: the first two lines say what a stage keeps, the others what it does at
+# each step. A dot: as the stage before; "...": that, too. (R): after what `Reducer` does.
 #
 #                          PlainZero1                        PlainZero2       PlainZero3
 #   _keep_parameters       all; the own chunk lies in them   .                only the own chunk
@@ -367,7 +369,7 @@ def cast_floats(inputs, dtype):
 #   _post_forward          the last one ends the forward     .                ... and unshard the
 #                                                                             unit around again
 #   _end_forward           wait for units that were skipped  .                ... finish the order
-#   _prepare_for_backward  means that are in the way go      .                ... plan the way back
+#   _prepare_for_backward  (R) means in the way are moved    .                ... plan the way back
 #   _is_ready              (R) a bucket has its gradients    .                ... and the next unit
 #                                                                             is on its way
 #   _reduce                reduce-scatter a bucket           .                .
@@ -393,9 +395,9 @@ class PlainZero1(Reducer):
     init_fn, device: how and where to fill what is on the meta device: see `fill_meta`.
     uncut: parameters each of which one rank owns whole, as Muon needs it: see `OwnedBucket`.
 
-    A forward is a collective, also one that only evaluates. A rank may skip units, and calls the
-    others in the order of all ranks. Keep the wrapper: with it go its hooks, and without them
-    nothing is gathered. An optimizer's state_dict() is this rank's. docs/using.md says more.
+    A forward is a collective, also one that only evaluates. A rank may skip units, but calls the
+    others in the order in which all ranks do. Keep the wrapper: with it go its hooks, and without
+    them nothing is gathered. An optimizer's state_dict() is this rank's. docs/using.md says more.
 
     Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
     submodule, for an uncut parameter that is none of the module's, and for a shard_size that does
@@ -412,13 +414,13 @@ class PlainZero1(Reducer):
         for name, p in module.named_parameters():
             if p in self._uncut:
                 options.append(f"uncut: {name}")
-        super().__init__(module, process_group, True, options)
+        super().__init__(module, process_group, find_unused_parameters=True, options=options)
         self.param_dtype = param_dtype
         self._make_groups(shard_size)
         self._device = self._choose_device(device)
         self._offloads = offload and self._device.type != "cpu"
         self._is_last_backward = True  # set_is_last_backward() changes it
-        self._may_have_stepped = True  # whether shards may differ from what was last gathered
+        self._gathers_all = True  # whether the next forward gathers all units: `_begin_forward`
         self._in_forward = []  # (module, its unit) of forwards under way, the innermost last
         # Of the 2**11 tags of this wrapper one for each kind of message, and one for each unit.
         self._reduce_tag = self._first_tag
@@ -426,7 +428,7 @@ class PlainZero1(Reducer):
         self._build_units(find_units(module) if units is None else units)
         self._build_buckets(reduce_dtype, init_fn)
         self._track(*self._order_of_backward())
-        self._shards = {slot.owner for slot in self._slots.values()}
+        self._shards = {slot.shard for slot in self._slots.values()}
         self._add_hooks()
 
     # ---- construction
@@ -466,7 +468,7 @@ class PlainZero1(Reducer):
                                  f"units= has a {type(m).__name__}")
         self._root = Unit("the root", self.module, self._full_parameters_tag + 1, is_root=True)
         self._units = [self._root]
-        unit_of = {}  # {submodule or parameter: its unit, or the root, where there are two}
+        unit_of = {}  # {submodule, or parameter: its unit; the root, if it is in two}
         for m in names:
             if m in modules:
                 unit = Unit(names[m], m, self._root.tag + len(self._units))
@@ -476,7 +478,7 @@ class PlainZero1(Reducer):
         for m in names:
             unit = unit_of.get(m, self._root)
             unit.submodules.append(m)
-            if unit is self._root:  # to which its parameters belong, also if a unit has them, too
+            if unit is self._root:  # its parameters belong there, even if a unit shares them
                 for p in m.parameters(recurse=False):
                     unit_of[p] = self._root
         for p in self.module.parameters():
@@ -497,7 +499,7 @@ class PlainZero1(Reducer):
         for unit in self._units:
             stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
             cut = [p for p in reversed(unit.parameters) if p not in self._uncut]
-            for parameters in fill_buckets(cut, most_bytes, most_bytes):
+            for parameters in fill_buckets(cut, most_bytes, first_bytes=most_bytes):
                 unit.buckets.append(ShardedBucket(unit, parameters, sharding))
             uncut = [p for p in reversed(unit.parameters) if p in self._uncut]
             unit.buckets += owned_buckets(unit, uncut, sharding, loads)
@@ -561,7 +563,7 @@ class PlainZero1(Reducer):
         for unit in self._units:
             for m in unit.submodules:
                 if m is unit.module or m._parameters:
-                    # A compiled unit has its hooks around the graph, and needs none inside.
+                    # torch.compile: a unit's hooks run around its graph, so none are inside.
                     decorate = torch.compiler.disable if m is unit.module else unless_compiling
                     pre_forward = decorate(weakly(self._pre_forward, unit))
                     post_forward = decorate(weakly(self._post_forward))
@@ -604,17 +606,17 @@ class PlainZero1(Reducer):
         yet if module, which the script calls, is only a part of the model.
 
         In general all have to: is_unsharded becomes False. (A step has changed the shards, or a
-        script, whose writes to `.data` leave no trace.) But if no step can have come
-        (`_may_have_stepped`), as between micro-steps in no_sync(), only those have to whose shards
-        have another version than when they were last unsharded.
+        script, whose writes to `.data` leave no trace.) But after a backward that no step follows
+        (`_gathers_all` is False) only those have to whose version has changed: somebody has stepped
+        all the same, which `_before_step` notices, or has written to shards in place.
 
-        All ranks must decide alike, or some wait forever. So nothing is asked here that differs
-        between ranks: no gradients, which a backward that raised may have left on one rank alone.
-        And a step is noticed by its hook, `_before_step`: of shards that another rank owns no
-        version tells.
+        All ranks must decide alike, or some wait forever. So gradients are not asked: a backward
+        that raised may have left them on one rank alone. And steps have a hook, since a rank that
+        owns nothing of what they change would see no version change. (What a script writes in
+        place, it has to write on all ranks.)
         """
         for unit in self._units:
-            if self._may_have_stepped or unit.version != unit.current_version():
+            if self._gathers_all or unit.version != unit.current_version():
                 unit.is_unsharded = False
             if module is self.module:
                 self._unshard(unit)
@@ -666,21 +668,23 @@ class PlainZero1(Reducer):
             means = bucket.sharded_gradients
             if means is not None and bucket.lies_in(means, bucket.gradients):
                 for slot in bucket.slots:
-                    if slot.owner.grad is not None:
-                        slot.owner.grad.data = slot.owner.grad.data.clone()
+                    if slot.shard.grad is not None:
+                        slot.shard.grad.data = slot.shard.grad.data.clone()
 
     def _reduce(self, bucket):
         """Reduce bucket's gradients to the owners of the chunks: this rank's means come into
-        bucket.sharded_gradients. A generator, as `all_reduce`. The next bucket waits for its end,
-        so that one at a time is under way, which bounds memory.
+        bucket.sharded_gradients. A reduction, as `all_reduce`. It yields once, so one bucket at a
+        time is under way, which bounds memory.
 
         1. The first time, make bucket.sharded_gradients: `_keep_gradients`.
         2. Start `bucket.scatter` over the shard group, with `_reduce_tag`. Yield.
         3. sharded_gradients = `accumulated()`, on the device of the gradients, plus all ranks'
-           chunks in rank order. (Zero2 and Zero3 accumulate micro-steps so.)
-           With hybrid sharding the own chunk is summed over this group, in place, then over groups,
-           with a yield meanwhile; then it is added to what is accumulated.
+           chunks in rank order.
         4. Free the gradients, unless sharded_gradients lies in them.
+
+        With hybrid sharding, in 3 the own chunk is first summed over this group, in place; then
+        over groups, meanwhile it yields once more; then it is added to what is accumulated. So two
+        buckets are under way. (No other messages are between these ranks, so it needs no tag.)
         """
         if bucket.sharded_gradients is None:
             self._keep_gradients(bucket)
@@ -715,21 +719,23 @@ class PlainZero1(Reducer):
     def _finalize_backward(self):
         """As `Reducer`, and note whether a step may follow."""
         super()._finalize_backward()
-        self._may_have_stepped = self.require_backward_grad_sync and self._is_last_backward
+        self._gathers_all = self.require_backward_grad_sync and self._is_last_backward
 
     def _before_step(self, optimizer, arguments, options):
-        """Hook of all optimizers, before a step: it may be one that nobody has announced."""
+        """Hook of all optimizers, before a step: what was gathered will be old, on all ranks."""
         for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p in self._shards:
-                    self._may_have_stepped = True
+            if self._shards.isdisjoint(group["params"]):
+                continue
+            for unit in self._units:
+                unit.version = -1
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether a step follows the next backwards; FSDP2's name. It does until told
-        otherwise. After a backward that no step follows, stages 1 and 2 keep the parameters: the
-        next forward does not gather them again. So stage 2 with n micro-steps sends n + 1 instead
-        of 2 n times (W-1)/W Psi. If shards change all the same, it gathers. All ranks have to say
-        the same. It changes no bit, and nothing in stage 3."""
+        """Say whether a step follows the next backwards; FSDP2's name. Unless told, it does.
+
+        If not, stages 1 and 2 need not gather parameters in the next forward, as they have not
+        changed: so stage 2 with n micro-steps sends n + 1 instead of 2 n times (W-1)/W Psi. If a
+        step comes all the same, or a shard is written to, they gather. All ranks have to say the
+        same. It changes no bit, and nothing in stage 3."""
         self._is_last_backward = is_last_backward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -738,7 +744,7 @@ class PlainZero1(Reducer):
         super().zero_grad(set_to_none)
         for unit in self._units:
             self._wait_for_unshard(unit)
-        self._may_have_stepped = True
+        self._gathers_all = True
         for bucket in self._all_buckets():
             bucket.unreduced.clear()
 
@@ -750,7 +756,7 @@ class PlainZero1(Reducer):
         for name, p in self.module.named_parameters(prefix, recurse, remove_duplicate):
             # One that was added after wrapping is left out here, and refused by the next forward.
             if p in self._slots:
-                yield name, self._slots[p].owner
+                yield name, self._slots[p].shard
 
     def shard_starts(self) -> dict[str, int]:
         """{original name: where this rank's shard begins in the parameter, in elements in order of
@@ -797,7 +803,7 @@ class PlainZero1(Reducer):
         """This rank's shards and the buffers under the module's own names. Not a collective."""
         destination = {} if destination is None else destination
         for name, t in self.module.state_dict(keep_vars=True).items():
-            t = self._slots[t].owner if t in self._slots else t
+            t = self._slots[t].shard if t in self._slots else t
             # Copied, since torch.save would write all of the buffer that a view is of.
             destination[prefix + name] = t if keep_vars else t.detach().clone()
         return destination
@@ -819,7 +825,7 @@ class PlainZero1(Reducer):
         for name, t in ours.items():
             if t in self._slots:
                 slot = self._slots[t]
-                slot.owner.copy_(slot.bucket.part_of(slot, state_dict[name]))
+                slot.shard.copy_(slot.bucket.part_of(slot, state_dict[name]))
             else:
                 t.copy_(state_dict[name])
 
@@ -887,9 +893,9 @@ class PlainZero3(PlainZero2):
     of a backward or an evaluation frees all. What autograd would save of a whole unit becomes a
     note, by which the backward unshards it again.
 
-    A backward is a collective too, also under no_sync(). All ranks must call the same units if one
-    calls a unit twice, out of order, or in a second forward before the backward. A parameter that
-    is not whole is nan; it may be so outside of its unit's forward, also for the root. Under
+    A backward is a collective too, also under no_sync(). If any rank calls a unit twice, out of
+    order, or in a second forward before the backward, all ranks must call the same units. Outside
+    of its unit's forward a parameter may be nan; so may the root's outside of the model's. Under
     autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
 
         _order             units in the order in which all ranks unshard them, in this forward or
@@ -915,23 +921,24 @@ class PlainZero3(PlainZero2):
         """Unshard unit and wait.
 
         Before, begin all units up to it in the order, since other ranks may wait for them. After,
-        begin the next one, so that it is on its way while unit is in use. But not if that has
-        begun, nor if unit is the older of the two, as it may be after a call out of order: then it
-        would be freed for the next one."""
+        begin the next one, so that it is on its way while unit is in use. That is not done if it
+        has begun. Nor if unit is the older of the two, as after a call out of order: the next one
+        would take its memory."""
         n = self._order.index(unit) + 1 if unit in self._order else 0
-        self._begin(n)
+        self._begin_units(n)
         super()._unshard_and_wait(unit)
         is_kept = unit.is_root or unit is self._two_units[-1]
         if self._n_begun == n and is_kept:
-            self._begin(n + 1)
+            self._begin_units(n + 1)
 
-    def _begin(self, n):
+    def _begin_units(self, n):
         """Begin to unshard the first n units of the order, as far as that was not done.
 
         One may be whole already, and be the older one of the two: so is block 2 above when block 3
-        begins its backward. Then make it the newer one: it is needed next. (A rank that skipped it
-        unshards it now, and there it is the newer one, too. All ranks must free the same unit
-        next.) In a backward, launch the buckets that only waited for this: see `_is_ready`.
+        begins its backward. Then make it the newer one, as it is needed next: [2, 3] becomes
+        [3, 2]. (A rank that skipped it unshards it now, and there it is the newer one, too. All
+        ranks must free the same unit next.) In a backward, launch the buckets that only waited for
+        this: see `_is_ready`.
         """
         while self._n_begun < min(n, len(self._order)):
             unit = self._order[self._n_begun]
@@ -1008,7 +1015,7 @@ class PlainZero3(PlainZero2):
 
     def _end_forward(self):
         """Unshard also what only other ranks use. What is whole now stays for the backward."""
-        self._begin(len(self._order))
+        self._begin_units(len(self._order))
         super()._end_forward()
         if not torch.is_grad_enabled():
             self._reshard_all()
@@ -1027,13 +1034,14 @@ class PlainZero3(PlainZero2):
         to unshard the next one before it has the gradients. A rank that skips the unit has no
         gradients to wait for, and would reduce first.
         """
-        n_up_to_next = min(self._order.index(bucket.unit) + 2, len(self._order))
+        place = self._order.index(bucket.unit)
+        n_up_to_next = min(place + 2, len(self._order))  # how many units that and the next one make
         return super()._is_ready(bucket) and self._n_begun >= n_up_to_next
 
     def _finalize_backward(self):
         """Unshard also what only other ranks use. Then nothing is needed any more, unless this
         backward ran inside a forward."""
-        self._begin(len(self._order))
+        self._begin_units(len(self._order))
         super()._finalize_backward()
         if not self._in_forward:
             self._reshard_all()
@@ -1042,63 +1050,65 @@ class PlainZero3(PlainZero2):
     #
     # Autograd saves a weight for the backward, and so would keep a whole unit alive. A pair of
     # functions can stand between: `_pack` is given what autograd saves, and returns what is kept in
-    # its place; in the backward `_unpack` is given that, and returns the tensor.
+    # its place, a note, as oracle.py's recipe: a function that returns the tensor. In the backward
+    # `call_note` is given that.
 
     def _take_notes(self):
         """A context in which autograd saves a note for a tensor of a whole unit. All else goes to
         the hooks around, such as those of activation checkpointing."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # True: compiled or not
         # The forward around may be one of ours: then `outer` has been made below, from our `_pack`.
-        takes_notes = outer is not None and getattr(outer[0], "func", None) == self._pack
-        if takes_notes or not torch.is_grad_enabled():
+        is_ours = outer is not None and getattr(outer[0], "func", None) == self._pack
+        if is_ours or not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        pack = functools.partial(self._pack, outer)
-        unpack = functools.partial(self._unpack, outer)
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, outer),
+                                                        call_note)
 
     @torch.compiler.disable  # or it would be compiled for each tensor
     def _pack(self, outer, t):
-        """t, a tensor that autograd saves -> (bucket, kept, version).
+        """t, a tensor that autograd saves -> a note, a function that returns it.
 
-        If t lies in the memory of a whole unit, by `_bucket_at_memory`, and is a plain view of it,
-        of its dtype: the bucket there; t's (shape, strides, offset); unit.version.
-        Otherwise: None; what outer[0] makes of t, where outer is the pair of hooks around, or, if
-        outer is None, t.detach(); t._version. A tensor that lies in a whole unit, but is no plain
-        view, such as a complex one, is cloned before, as that memory goes. One that is not strided
-        has no such memory.
-        """
+        If t is a plain view of the memory of a whole unit, of its dtype: `_view_again`, by bucket,
+        layout and the unit's version. A tensor there that is no plain view, such as a complex one,
+        is cloned, as that memory goes. All other tensors go to outer, the pair of hooks around. If
+        there is none: `saved`, with t.detach() and its version."""
         memory = t.untyped_storage()._cdata if t.layout is torch.strided else None
         bucket = self._bucket_at_memory.get(memory)
         if bucket is not None:
             # Shape and strides do not tell whether t is seen as complex, or conjugated.
             if t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
-                return bucket, (t.shape, t.stride(), t.storage_offset()), bucket.unit.version
-            t = t.detach().clone()  # the unit's memory goes
+                layout = t.shape, t.stride(), t.storage_offset()
+                return functools.partial(self._view_again, bucket, layout, bucket.unit.version)
+            t = t.detach().clone()
+        if outer is not None:
+            pack, unpack = outer
+            return functools.partial(unpack, pack(t))  # they have tests of their own
         # Detached: t may be the output of the node that saves it, and would keep itself alive.
-        return None, outer[0](t) if outer else t.detach(), t._version
+        return functools.partial(saved, t.detach(), t._version)
 
-    def _unpack(self, outer, note):
-        """note, what `_pack` has returned -> the tensor that it was given.
+    def _view_again(self, bucket, layout, version):
+        """In a backward, of which this may be the first sign: unshard the bucket's unit, wait, and
+        return the view of bucket.unsharded that has this layout. Raises RuntimeError where the
+        shards have another version than in the forward."""
+        self._notice_backward()
+        self._unshard_and_wait(bucket.unit)
+        refuse_modified(bucket.unit.current_version(), version)
+        return bucket.unsharded.as_strided(*layout)
 
-        With a bucket: this is a sign of a backward (`_notice_backward`). Unshard the bucket's unit
-        and wait; then, if current_version() of the unit is not that of the note, raise
-        RuntimeError; otherwise return the view of bucket.unsharded.
-        Without a bucket, but with outer: return what outer[1] makes of what was kept; it has tests
-        of its own. Without both: what was kept, or RuntimeError if its _version is not the note's.
-        (Autograd's own test does not see what is kept in the place of a tensor.)
-        """
-        bucket, kept, version = note
-        if bucket is not None:
-            self._notice_backward()
-            self._unshard_and_wait(bucket.unit)
-            found, t = bucket.unit.current_version(), bucket.unsharded.as_strided(*kept)
-        elif outer:
-            return outer[1](kept)
-        else:
-            found, t = kept._version, kept
-        if found != version:
-            raise RuntimeError("a backward needs a tensor that was modified in place, as by step()")
-        return t
+
+def call_note(note):
+    return note()
+
+
+def saved(t, version):
+    """t, unless it was written to since. Autograd's own test does not see t, only the note."""
+    refuse_modified(t._version, version)
+    return t
+
+
+def refuse_modified(version_found, version):
+    if version_found != version:
+        raise RuntimeError("a backward needs a tensor that was modified in place, as by step()")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1114,6 +1124,12 @@ def swap(pairs):
 
 def fill_meta(module, unit, device, init_fn):
     """Fill what unit of module has on the meta device -> {parameter: a real one with its values}.
+
+                               the module's parameter   its stand-in
+        at first               meta                     real, not yet written
+        swapped, and filled    values                   meta
+        swapped back           meta                     values, until `_take_values` has read them
+        swapped at the end     real: `point_parameters` gives its values
 
     init_fn(submodule) fills it, if given. Otherwise the module's `init_weights()` does, which must
     skip what is still on meta, or `reset_parameters()` of the submodules. Rank 0's values count.
@@ -1247,7 +1263,7 @@ class OwnedBucket(ShardedBucket):
         """Where another rank owns the parameter, `.grad` is None, so that every optimizer leaves
         the empty shard alone: some divide by its number of elements."""
         if self.is_elsewhere(slot):
-            slot.owner.grad = None
+            slot.shard.grad = None
         else:
             super().give_mean(slot)
 
@@ -1269,8 +1285,8 @@ class OwnedBucket(ShardedBucket):
 def reduce_in_pieces(chunks, most_bytes, process_group, tag=0):
     """As `reduce_chunks`, but what arrives for a long chunk would take W-1 times its memory. So
     chunks are sent in pieces, one after the other, so small that most_bytes arrive of one. While
-    finish adds one piece, the next one arrives, so two take memory. Only the first is on its way
-    before finish is called."""
+    add adds one piece, the next one arrives, so two take memory. Only the first is on its way
+    before add is called."""
     longest = max(len(chunk) for chunk in chunks)
     arriving_bytes = longest * chunks[0].itemsize * (len(chunks) - 1)
     size = math.ceil(longest / max(1, math.ceil(arriving_bytes / most_bytes)))  # of a piece
@@ -1281,14 +1297,14 @@ def reduce_in_pieces(chunks, most_bytes, process_group, tag=0):
 
     under_way = [start_piece(0)]
 
-    def finish(out, earlier=()):
+    def add(out, earlier=()):
         for first in range(0, longest, size):
             if first + size < longest:
                 under_way.append(start_piece(first + size))
-            add = under_way.pop(0)
-            add(out[first:first + size], [t[first:first + size] for t in earlier])
+            add_piece = under_way.pop(0)
+            add_piece(out[first:first + size], [t[first:first + size] for t in earlier])
 
-    return finish
+    return add
 
 
 # -------------------------------------------------------------------------------------------------
