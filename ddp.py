@@ -11,8 +11,8 @@ Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (
 2006.15704, section 3.2): parameters are divided among buckets of 25 MB, the last parameters first,
 since the backward reaches them first. A hook on each parameter moves its gradient into the bucket's
 flat buffer. A full bucket is multiplied by 1/W, and its sum over ranks is made while the backward
-goes on, two or three buckets at a time. A callback at the end of the backward sends what is left, and
-waits.
+goes on, two or three buckets at a time. A callback at the end of the backward sends what is left,
+and waits.
 
 How it differs from torch's: the W contributions to an element are added in rank order,
 ((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
