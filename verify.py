@@ -674,6 +674,19 @@ class Caller(nn.Module):
         return self.layers[3](x).square().mean()
 
 
+class Inside(nn.Module):
+    """A forward with a backward inside, after which it reads a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x, turn):
+        self.first(x).square().mean().backward()
+        return (x @ self.second).square().mean()
+
+
 ZOO = {"gpt": Tokens, "odd": Odd, "mixed": Mixed, "experts": Experts, "caller": Caller,
        "lora": partial(Blocks, (0, 1, 2, 3), frozen=(2,)),
        "again": partial(Blocks, (3, 1, 0, 2, 2, 1), at_once=3, tied=True),
@@ -681,6 +694,7 @@ ZOO = {"gpt": Tokens, "odd": Odd, "mixed": Mixed, "experts": Experts, "caller": 
 MODULES = tuple(ZOO)
 ZOO["compiled"] = partial(Tokens, compiles=True)
 ZOO["even"] = Even
+ZOO["inside"] = Inside
 ZOO["recomputed"] = partial(Tokens, activation_checkpointing=True)
 
 
@@ -971,6 +985,8 @@ def full_table():
        trains(2, "zero3", "gpt", "again", micro_steps=2, each_synced="announced"),
        trains(3, "zero2 uncut", "odd", "lora", micro_steps=2, each_synced="announced",
               optimizer="muon"),
+       # A backward inside a forward.
+       *(trains(2, wrapper, "inside") for wrapper in ("ddp, 1 kB", *STAGES)),
        # Optimizers that look at whole parameters.
        trains(2, "zero3 uncut", "gpt", "odd", "again", optimizer="muon"),
        trains(3, "zero1 uncut", "odd", "skipping", optimizer="muon"),
