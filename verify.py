@@ -1399,12 +1399,14 @@ def readme_says_what_uncut_costs():
 @check(dict(W=2))
 def zero3_prefetches():
     """In stage 3 the all-gather of the next unit is under way while a unit computes, forward or
-    backward. Seen without a clock, by the number of messages."""
+    backward. Seen without a clock, by the number of messages. Each kind has a tag of its own."""
     n = 8
     calls = []
     found = {}
     expected = {}
     model = Zero3(Chain(n, 8))
+    tags = [model._reduce_tag, model._full_parameters_tag, *(unit.tag for unit in model._units)]
+    assert len(set(tags)) == len(tags) == n + 3, f"messages share tags: {tags}"
 
     def note(phase, *_):
         found[phase] = len(calls)
