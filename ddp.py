@@ -577,7 +577,7 @@ class Reducer(torch.nn.Module):
         """Start to reduce buckets, as far as they are ready; at the end all of them. In their
         order, which all ranks have in common, as a rank's n-th collective meets the others' n-th;
         the order in which buckets fill may differ between ranks. A parameter that this backward has
-        not reached sends what no_sync() has held back, or `.grad` holds, or zeros.
+        not reached sends what no_sync() has held back, in DDP whatever `.grad` holds, or zeros.
 
         Before a bucket is started, those under way go on by one step: `_advance`. So few are under
         way at a time, which bounds memory:
@@ -611,7 +611,7 @@ class Reducer(torch.nn.Module):
         """Each reduction under way goes on to its next `yield`, the oldest first, or to its end."""
         under_way = []
         for what, reduction in self._backward.launched:
-            # At the end of a generator next() returns its second argument.
+            # next() returns None at a yield, and its second argument at the end of a generator.
             is_over = self._wait_for(what, functools.partial(next, reduction, True))
             if not is_over:
                 under_way.append((what, reduction))

@@ -165,9 +165,14 @@ class Watch:
     """What guards know of a parameter: its only attribute of ours, `p._watch`."""
     slot: object  # a Slot of ddp.py
     kind: type  # p's class while it may be read
-    home: int  # the address of its shard
+    home: tuple  # where its shard is: `place_of`
     seen: tuple  # p's address, version and requires_grad when it could first be read
     mark: torch.Tensor | None = None  # the `.grad` that says: no_sync() holds a gradient back
+
+
+def place_of(t):
+    """(its piece of memory, its address there). The address alone is 0 for all empty tensors."""
+    return t.untyped_storage()._cdata, t.data_ptr()
 
 
 class Absent(torch.nn.Parameter):
@@ -267,7 +272,8 @@ class ShardGuards(Guards):
     Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
     as a norm; `numpy` of a shard's gradient; a view of a gradient that is kept over the next
     backward; writes into `.data` of shards between micro-steps, in stages 1 and 2, if the backward
-    before was in no_sync(), or was said not to be the last; a freeze, or zero_grad() of the module,
+    before was in no_sync(), or was said not to be the last; a value that a forward writes to a
+    parameter, if ranks write different ones; a freeze, or zero_grad() of the module,
     between forward and backward; views of parameters that were made before wrapping; on meta, what
     `init_weights()` leaves out.
     """
@@ -302,7 +308,7 @@ class ShardGuards(Guards):
                 if slot.bucket.is_elsewhere(slot):
                     self._guard_elsewhere.add(slot.shard)
             seen = p.data_ptr(), p._version, p.requires_grad
-            p._watch = Watch(slot, type(p), slot.shard.data_ptr(), seen)
+            p._watch = Watch(slot, type(p), place_of(slot.shard), seen)
         self._hide_all()
 
     # ---- a parameter may be read, or is Absent
@@ -383,11 +389,12 @@ class ShardGuards(Guards):
     def _bring_home(self):
         """A script may replace `.data` of shards, as in `p.data = p.data - lr * p.grad`, or
         exchange it, as in `p.data, e.data = e.data, p.data`. Then what was a shard's memory may be
-        e's now. So the bucket moves to new memory, with the new values."""
+        e's now. So the bucket moves to new memory, with the new values. That is asked of empty
+        shards, too: all ranks must find the same."""
         for bucket in self._all_buckets():
             has_moved = False
             for slot in bucket.slots:
-                if slot.shard.data_ptr() != slot.parameter._watch.home:
+                if place_of(slot.shard) != slot.parameter._watch.home:
                     has_moved = True
             if has_moved:
                 self._move(bucket)
@@ -401,7 +408,7 @@ class ShardGuards(Guards):
         self._keep_parameters(bucket, values)
         for slot in bucket.slots:
             slot.shard.data = bucket.shard_view(slot, bucket.sharded)
-            slot.parameter._watch.home = slot.shard.data_ptr()
+            slot.parameter._watch.home = place_of(slot.shard)
         # It was an update: to be gathered, also between micro-steps; and graphs before it are old.
         torch.autograd.graph.increment_version([slot.shard for slot in bucket.slots])
 

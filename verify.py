@@ -1824,6 +1824,22 @@ def unannounced_steps_are_noticed(stage, guarded):
             each.zero_grad()
 
 
+@check(*grid(W=(2, 3), stage=STAGES))
+def replaced_data_is_noticed(stage):
+    """`.data` of shards that a script replaces between micro-steps: all ranks gather, also those
+    whose shards are empty."""
+    model = STAGES[stage](nn.Sequential(nn.Linear(1, 1, bias=False)))
+    x = torch.ones(1, 1)
+    for around in (model.no_sync, nullcontext):
+        model.set_is_last_backward(False)
+        with around():
+            before = model(x)
+            before.sum().backward()
+        for p in model.parameters():
+            p.data = p.data * 0.5
+        same_bits({"output": before.detach() * 0.5}, {"output": model(x).detach()})
+
+
 @check(dict(W=0))
 def files_work_alone():
     """oracle.py alone, ddp.py with guards.py, and zero.py with both: in an empty folder."""

@@ -260,9 +260,9 @@ class ShardedBucket(Bucket):
         None], or [] if all are None. And point each `.grad` to its place in sharded_gradients,
         where the new sum will be written.
 
-        In stages 2 and 3 they are there already, and no memory is needed, unless a script has
-        replaced some, or set some to None. In stage 1 `_prepare_for_backward` has moved them. Then
-        they are copied.
+        In stages 2 and 3 they are there already, and no memory is needed. They are copied in two
+        cases: a script has replaced some, or set some to None; and in stage 1, where
+        `_prepare_for_backward` has moved them.
         """
         held = [slot for slot in self.slots if slot.shard.grad is not None]
         if not held:
@@ -608,7 +608,7 @@ class PlainZero1(Reducer):
         In general all have to: is_unsharded becomes False. (A step has changed the shards, or a
         script, whose writes to `.data` leave no trace.) But after a backward that no step follows
         (`_gathers_all` is False) only those have to whose version has changed: somebody has stepped
-        all the same, which `_before_step` notices, or has written to shards in place.
+        all the same, so that `_before_step` has set it to -1, or has written to shards in place.
 
         All ranks must decide alike, or some wait forever. So gradients are not asked: a backward
         that raised may have left them on one rank alone. And steps have a hook, since a rank that
@@ -734,8 +734,9 @@ class PlainZero1(Reducer):
 
         If not, stages 1 and 2 need not gather parameters in the next forward, as they have not
         changed: so stage 2 with n micro-steps sends n + 1 instead of 2 n times (W-1)/W Psi. If a
-        step comes all the same, or a shard is written to, they gather. All ranks have to say the
-        same. It changes no bit, and nothing in stage 3."""
+        step comes all the same, or a script writes to shards, they gather. All ranks have to do all
+        of that alike: say the same, step the same optimizers, write to the same shards, also a rank
+        whose shards are empty. It changes no bit, and nothing in stage 3."""
         self._is_last_backward = is_last_backward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -921,9 +922,9 @@ class PlainZero3(PlainZero2):
         """Unshard unit and wait.
 
         Before, begin all units up to it in the order, since other ranks may wait for them. After,
-        begin the next one, so that it is on its way while unit is in use. That is not done if it
-        has begun. Nor if unit is the older of the two, as after a call out of order: the next one
-        would take its memory."""
+        begin the next one, so that it is on its way while unit is in use. But only if unit is the
+        newer one of the two. After a call out of order it may be the older one, which would be
+        freed for the next one."""
         n = self._order.index(unit) + 1 if unit in self._order else 0
         self._begin_units(n)
         super()._unshard_and_wait(unit)
