@@ -63,9 +63,9 @@ Group = dist.ProcessGroup | None  # None: all ranks
 #
 # `exchange`, `reduce_scatter`, `all_gather` and `count_ranks` start the communication, and return a
 # function that waits for its end; `all_reduce` is a generator; `broadcast` waits. On an accelerator
-# to wait lets its current stream wait, and the CPU goes on. Call all of them on the stream of the
-# forward. On accelerators all ranks have to make all calls in one order. On CPU the tag tells
-# messages apart, so the order may differ between calls with different tags.
+# only the current stream waits, and the CPU goes on. Call all of them on the stream of the forward.
+# On accelerators all ranks have to make all calls in one order. On CPU the tag tells messages apart,
+# so the order may differ between calls with different tags.
 
 
 def exchange(sends, receives, process_group, tag):
@@ -226,15 +226,15 @@ def broadcast(tensors: list[torch.Tensor], process_group: Group) -> None:
 
 @dataclasses.dataclass(eq=False)  # eq=False: a comparison of two would compare tensors
 class Slot:
-    """The place of a parameter in a bucket."""
+    """The place of a parameter in a bucket. shard: what the optimizer has of the parameter, whose
+    `.grad` becomes the mean: all of it; in ZeRO this rank's part."""
     bucket: "Bucket"
     parameter: torch.nn.Parameter
     fqn: str  # its fully qualified name, such as "blocks.0.mlp.down.weight"
     shape: torch.Size
     strides: tuple  # in the buffer: packed, without gaps between its elements
     start: int  # its first element in the flat buffer
-    shard: torch.Tensor  # what the optimizer has of it, whose `.grad` becomes the mean: the
-    #                      parameter; in ZeRO this rank's part of it
+    shard: torch.nn.Parameter
 
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's number
