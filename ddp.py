@@ -64,8 +64,8 @@ Group = dist.ProcessGroup | None  # None: all ranks
 # `exchange`, `reduce_scatter`, `all_gather` and `count_ranks` start the communication, and return a
 # function that waits for its end; `all_reduce` is a generator; `broadcast` waits. On an accelerator
 # only the current stream waits, and the CPU goes on. Call all of them on the stream of the forward.
-# On accelerators all ranks have to make all calls in one order. On CPU the tag tells messages apart,
-# so the order may differ between calls with different tags.
+# On accelerators all ranks have to make all calls in one order. On CPU the tag tells messages
+# apart, so the order may differ between calls with different tags.
 
 
 def exchange(sends, receives, process_group, tag):
