@@ -922,8 +922,8 @@ FLAT_FP32 = ("gpt", "odd", "lora")
 ORDERS = ("experts", "caller", "again", "skipping")  # units in another order on each rank
 SUMS = ("odd", "mixed")  # strides, dtypes, and parameters that some ranks have not used
 # What the stages of oracle.py can take. Not "odd", "experts" and "skipping", in which ranks use
-# different parameters or units, and some of which is not contiguous: see `Even`. And not what is
-# frozen inside a checkpoint.
+# different parameters or units; a weight of "odd" is not contiguous, either: see `Even`. And not
+# what is frozen inside a checkpoint.
 BY_HAND_TAKES = ("gpt", "even", "mixed", "lora", "caller", "again", "recomputed")
 
 

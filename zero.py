@@ -682,9 +682,9 @@ class PlainZero1(Reducer):
            chunks in rank order.
         4. Free the gradients, unless sharded_gradients lies in them.
 
-        With hybrid sharding, in 3 the own chunk is first summed over this group, in place; then
-        over groups, meanwhile it yields once more; then it is added to what is accumulated. So two
-        buckets are under way. (No other messages are between these ranks, so it needs no tag.)
+        With hybrid sharding, in 3 the own chunk is summed over this group, in place. Then it is
+        summed over groups, with one more yield, so two buckets are under way. That sum is added to
+        what is accumulated. (It needs no tag: nothing else is sent in the group of these ranks.)
         """
         if bucket.sharded_gradients is None:
             self._keep_gradients(bucket)
@@ -706,6 +706,7 @@ class PlainZero1(Reducer):
                 bucket.gradients = None  # until `put` gets the next one
 
     def _earlier(self, bucket):
+        """On the device of the gradients: with offload the shards' are on the CPU."""
         return [t.to(self._device) for t in bucket.accumulated()]
 
     def _keep_gradients(self, bucket):
@@ -922,9 +923,9 @@ class PlainZero3(PlainZero2):
         """Unshard unit and wait.
 
         Before, begin all units up to it in the order, since other ranks may wait for them. After,
-        begin the next one, so that it is on its way while unit is in use. But only if unit is the
-        newer one of the two. After a call out of order it may be the older one, which would be
-        freed for the next one."""
+        begin the next one, so that it is on its way while unit is in use, unless that has begun.
+        But only if unit is the newer one of the two. After a call out of order it may be the older
+        one, which would be freed for the next one."""
         n = self._order.index(unit) + 1 if unit in self._order else 0
         self._begin_units(n)
         super()._unshard_and_wait(unit)
@@ -953,11 +954,12 @@ class PlainZero3(PlainZero2):
 
     @torch.inference_mode(False)  # what is made inside it could not be used outside
     def _unshard(self, unit):
-        """Unless unit is unsharded: if there are two units beside the root, free the older one; now
-        unit is the newer one. (The root is neither.) Allocate (n,) in param_dtype for all
-        of unit's buckets before any gets one: running out of memory must leave none of them half
-        changed. That is bucket.unsharded; note in `_bucket_at_memory` whose it is, by
-        `untyped_storage()._cdata`. Then gather as stage 1."""
+        """As stage 1, in new memory, bucket.unsharded; unless unit is unsharded already.
+
+        Before, if two units are whole beside the root, free the older one; now unit is the newer
+        one. Allocate (n,) in param_dtype for all of unit's buckets before any gets one: running out
+        of memory must leave none of them half changed. Note in `_bucket_at_memory` whose memory it
+        is, by `untyped_storage()._cdata`."""
         if unit.is_unsharded:
             return
         if not unit.is_root:
@@ -1290,7 +1292,8 @@ def reduce_in_pieces(chunks, most_bytes, process_group, tag=0):
     before add is called."""
     longest = max(len(chunk) for chunk in chunks)
     arriving_bytes = longest * chunks[0].itemsize * (len(chunks) - 1)
-    size = math.ceil(longest / max(1, math.ceil(arriving_bytes / most_bytes)))  # of a piece
+    n_pieces = max(1, math.ceil(arriving_bytes / most_bytes))
+    size = math.ceil(longest / n_pieces)  # of a piece
 
     def start_piece(first):
         pieces = [chunk[first:first + size] for chunk in chunks]
