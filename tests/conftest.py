@@ -1,0 +1,132 @@
+"""Ranks for pytest.
+
+A test that is marked with ranks(2, 3) is run on 2 ranks, and on 3: all processes of a group call it
+at once, as training does, each with the test's arguments. So is a test that is parametrized with W.
+What a rank raises fails the test, in one line with the rank and the place in our files. So does a
+rank that dies, or hangs until the test's limit; the next test gets a new group. Groups stay for all
+tests of a process: to start one costs more than most tests. A test without W is an ordinary one.
+
+    @pytest.mark.ranks(2, 3)
+    @pytest.mark.parametrize("wrapper", ["ddp", "zero3"])
+    def test_something(wrapper): ...
+
+verify.py's frame does the work. With pytest-xdist each worker has groups of its own.
+"""
+
+import inspect
+import multiprocessing.forkserver
+import os
+import pathlib
+import signal
+import sys
+from unittest import mock
+
+import pytest
+
+from params import slug
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="all rows, not samples")
+
+
+def pytest_configure():
+    """For all processes: CPU only, one thread a rank, no warnings of torch's."""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
+                      TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
+
+
+@pytest.hookimpl(trylast=True)  # so that W comes last in ids
+def pytest_generate_tests(metafunc):
+    ranks = metafunc.definition.get_closest_marker("ranks")
+    if ranks:
+        metafunc.parametrize("W", ranks.args)
+
+
+def pytest_make_parametrize_id(val, argname):
+    if argname == "W":
+        return f"W{val}"
+    if isinstance(val, str):
+        return slug(val)
+    return getattr(val, "__name__", None)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.fixture(autouse=True)
+def W():
+    """How many ranks run a test: what it is parametrized with, or none."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def groups():
+    """The ranks of this process."""
+    import verify
+
+    modules = [path.stem for path in HERE.glob("*.py")]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        verify.fork_server(*modules)
+        multiprocessing.forkserver.ensure_running()
+    groups = verify.Groups()
+    yield groups
+    groups.kill()
+
+
+@pytest.fixture(scope="session")
+def shared_folder(request, tmp_path_factory):
+    """The same for all workers of pytest-xdist."""
+    folder = tmp_path_factory.getbasetemp()
+    # Not by xdist's variables, which a pytest that a test starts inherits.
+    return folder.parent if hasattr(request.config, "workerinput") else folder
+
+
+def limit_of(item, default_s):
+    limit = item.get_closest_marker("limit")
+    return limit.args[0] if limit else default_s
+
+
+def too_late(*_):
+    raise TimeoutError("the limit of this test is over")
+
+
+@pytest.fixture(autouse=True)
+def limited(request):
+    """End a test that hangs in pytest's own process."""
+    signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(limit_of(request.node, 600))
+    yield
+    signal.alarm(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test on ranks. pytest itself runs one without W."""
+    given = pyfuncitem.funcargs
+    if given["W"] is None:
+        return None
+    function = pyfuncitem.obj
+    arguments = {name: given[name] for name in inspect.signature(function).parameters}
+    try:
+        reason = given["groups"].run(on_rank, dict(function=function, arguments=arguments),
+                                     given["W"], limit_of(pyfuncitem, 60))
+    except AssertionError as error:
+        pytest.fail(str(error), pytrace=False)
+    if reason:
+        pytest.skip(reason)
+    return True
+
+
+def on_rank(function, arguments):
+    """Call function(**arguments) -> why it is skipped, or None."""
+    try:
+        function(**arguments)
+    except pytest.skip.Exception as skipped:  # which cannot be pickled
+        return str(skipped)

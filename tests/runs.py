@@ -1,0 +1,248 @@
+"""train.py: runs, and faults planted in them.
+
+A run is `python train.py FLAGS`, or what torchrun makes of it, in processes forked from the
+server. Before train.py begins, a plant may change what it finds: an optimizer whose second update
+kills the process, a loss that becomes nan. A plant is a function that can be pickled.
+"""
+
+import dataclasses
+import gc
+import itertools
+import json
+import multiprocessing.forkserver
+import os
+import pathlib
+import re
+import runpy
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from verify import fork_server, HERE
+
+# A rate so high, and constant, that any difference shows in the hash after four steps. Everything
+# is evaluated and compared over ranks in each of them.
+TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, global_batch_size=2,
+            max_steps=4, device="cpu", min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
+            lr=0.01, sample_tokens=4, save_interval=0, check_interval=1, dataset=HERE / "model.py")
+LIMIT_S = 60  # of a run
+
+
+def flags(**options):
+    """A command line for a run of milliseconds; an option that is None is left out."""
+    words = []
+    for name, value in {**TINY, **options}.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None:
+            words.append(f"--{name}={value}")
+    return words
+
+
+def nothing():
+    """No plant."""
+
+
+def execute(argv, folder, environment, plant):
+    """train.py in this process, as `python train.py argv` runs it; its output goes to files."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+    os.environ.update(environment)
+    sys.argv = ["train.py", *map(str, argv)]
+    gc.freeze()  # a collection would touch, and so copy, all that the server has loaded
+    plant()
+    runpy.run_path(str(HERE / "train.py"), run_name="__main__")
+
+
+@dataclasses.dataclass
+class Run:
+    """How a run has ended. Three lists, by rank."""
+    codes: list
+    stdout: list
+    stderr: list
+
+    def __str__(self):
+        facts = []
+        for rank, (code, text) in enumerate(zip(self.codes, self.stderr)):
+            lines = text.splitlines() or ["nothing"]
+            facts.append(f"rank {rank} ended with {code} and wrote: {' | '.join(lines[-3:])}")
+        return "; ".join(facts)
+
+
+def run_train(out_dir, W=1, plant=nothing, argv=None, **options):
+    """Run train.py on W ranks as torchrun starts them or, with W = 1, as python does; forked from
+    the server, which takes a tenth of the time. -> a Run.
+
+    plant: called first on every rank. argv: instead of options. As torchrun, sends SIGTERM to the
+    others soon after a rank has failed, and SIGKILL to what is left 6 s later, or after a minute in
+    all.
+    """
+    words = flags(out_dir=out_dir, **options) if argv is None else argv
+    folder = pathlib.Path(tempfile.mkdtemp())
+    processes = []
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    for rank in range(W):
+        (folder / str(rank)).mkdir()
+        environment = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(W),
+                           LOCAL_WORLD_SIZE=str(W), MASTER_ADDR="localhost",
+                           MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+        arguments = words, str(folder / str(rank)), environment if W > 1 else {}, plant
+        process = fork_server().Process(target=execute, args=arguments)
+        process.start()
+        # Or another thread's next start() may read the exit code first, and here it would be 255.
+        multiprocessing.process._children.discard(process)
+        processes.append(process)
+    start_s = time.monotonic()
+    wait_for_end(processes)
+    seconds = time.monotonic() - start_s
+    run = Run([], [], [])
+    for rank, process in enumerate(processes):
+        is_late = process.exitcode is None
+        process.kill()
+        process.join()
+        note = f"the tests: killed after {seconds:.0f} s" if is_late else ""
+        run.codes.append(process.exitcode)
+        run.stdout.append((folder / str(rank) / "stdout").read_text(errors="replace"))
+        run.stderr.append((folder / str(rank) / "stderr").read_text(errors="replace") + note)
+    shutil.rmtree(folder)
+    return run
+
+
+def wait_for_end(processes):
+    """Wait until all have ended, or their time is over."""
+    deadline = time.monotonic() + LIMIT_S
+    has_ended_others = False
+    while time.monotonic() < deadline:
+        codes = [process.exitcode for process in processes]
+        if None not in codes:
+            return
+        if any(codes) and not has_ended_others:
+            time.sleep(0.5)  # those that end by themselves may do so
+            has_ended_others = True
+            deadline = time.monotonic() + 6
+            for process in processes:
+                process.terminate()
+        time.sleep(0.01)
+
+
+def finish(out_dir, W=1, status=0, fact="^$", **options):
+    """RESULT and stdout of a run that has to end on all ranks with this status and without a
+    traceback; what rank 0 writes to stderr has to match fact."""
+    run = run_train(out_dir, W, **options)
+    assert run.codes == [status] * W, run
+    assert re.search(fact, run.stderr[0]), f"no {fact!r}: {run}"
+    assert "Traceback" not in "".join(run.stderr), "".join(run.stderr)
+    results = re.findall(r"^RESULT (.*)\n\Z", run.stdout[0], re.MULTILINE)
+    result = json.loads(results[0]) if results else {}
+    return dict(result, stdout=run.stdout[0])
+
+
+def refused(fact, out_dir, W=1, status=2, **options):
+    """Assert that a run ends with one line of rank 0 that matches fact."""
+    finish(out_dir, W, status, rf"\Atrain\.py: .*{fact}.*\n\Z", **options)
+
+
+@contextmanager
+def temporary():
+    with tempfile.TemporaryDirectory() as folder:
+        yield pathlib.Path(folder)
+
+
+def lines_of(path):
+    return [json.loads(line) for line in open(path)]
+
+
+def write_line(path, value):
+    with open(path, "a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def saved(out_dir):
+    """The steps of the checkpoints in out_dir."""
+    return sorted(int(path.name[5:]) for path in out_dir.glob("step_*"))
+
+
+def this_rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def in_update(n, on_rank, act, *arguments):
+    """Plant act(*arguments), or act(optimizer) without any, on a rank, or None for all, before its
+    n-th update.
+
+    AdamW.step is what every mode calls once in a step, between the collectives of the backward and
+    those of the next forward, so the others wait for the rank to which something happens here.
+    """
+    update = torch.optim.AdamW.step
+    calls = itertools.count(1)
+
+    def step(optimizer, *closure):
+        if next(calls) == n and on_rank in (None, this_rank()):
+            act(*(arguments or [optimizer]))
+        return update(optimizer, *closure)
+
+    torch.optim.AdamW.step = step
+
+
+def spoil(function, calls, value):
+    """Plant value in some calls of rank 1: with F.cross_entropy in the loss, whose gradients stay
+    sound; with F.embedding in one element of a gradient, and so in the shard of one rank.
+
+    Both are what only one rank sees, while all have to decide alike.
+    """
+    real = getattr(F, function)
+    n = itertools.count(1)
+
+    def spoiled(*arguments, **options):
+        found = real(*arguments, **options)
+        if torch.is_grad_enabled() and next(n) in calls and this_rank() == 1:
+            bad = torch.zeros_like(found)
+            bad.view(-1)[0] = value
+            if function == "embedding":
+                found.register_hook(bad.add)
+            else:
+                found.data.add_(bad)
+        return found
+
+    setattr(F, function, spoiled)
+
+
+def fail(text):
+    raise RuntimeError(text)
+
+
+def flip_a_bit(optimizer):
+    part = optimizer.param_groups[0]["params"][0].detach()
+    part.view(-1)[-1:].view(torch.int32).bitwise_xor_(1 << 7)
+
+
+def record_trackers():
+    """Plant stand-ins for the packages of trackers, which note the losses that they are given."""
+    [path] = [f"{word[10:]}/losses" for word in sys.argv if word.startswith("--out_dir=")]
+
+    def log(entry, step):
+        write_line(path, ["wandb", step, entry["loss"]])
+
+    def add_scalar(name, value, step):
+        if name == "loss":
+            write_line(path, [name, step, value])
+
+    tracker = mock.MagicMock(__spec__="a stand-in")
+    tracker.init.return_value.log.side_effect = log
+    tracker.SummaryWriter.return_value.add_scalar.side_effect = add_scalar
+    sys.modules |= dict.fromkeys(("wandb", "tensorboard", "torch.utils.tensorboard"), tracker)
+
+
+def ask(resume, W=1, **options):
+    """RESULT and stdout of `train.py --resume RESUME --eval_only`, with no flags but these."""
+    words = [f"--resume={resume}", "--eval_only"]
+    for name, value in options.items():
+        words.append(f"--{name}={value}")
+    return finish(None, W, argv=words)

@@ -1,0 +1,49 @@
+"""trainer/comm_hooks.py."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp import DDP
+from oracle import average_gradients
+from trainer.comm_hooks import top_k_hook, TopKState
+from verify import fresh, gather, zoo_loss
+
+
+@pytest.mark.ranks(1, 2)
+def test_top_k_loses_nothing():
+    """What top-k has applied and what it keeps add up to all gradients: error feedback, without
+    which the small ones would never be applied."""
+    W = dist.get_world_size()
+    rank = dist.get_rank()
+    missing = Counter()
+    state = TopKState(0.1, start_iter=1)
+    module = fresh("gpt")
+    plain = fresh("gpt")
+    model = DDP(module, bucket_cap_mb=0.005)
+    indices = []
+
+    def hook(state, bucket):
+        indices.append(bucket.index())
+        return top_k_hook(state, bucket)
+
+    model.register_comm_hook(state, hook)
+    for step in range(4):  # weights stay, so both have the same gradients
+        for net in (model, plain):
+            net.zero_grad()
+            zoo_loss(net, step, rank).backward()
+        average_gradients(plain)
+        for p, q in zip(module.parameters(), plain.parameters()):
+            missing[p] += q.grad - p.grad
+        has_residual = any(t.any() for t in state.residual.values())
+        assert has_residual == (step > 0), f"start_iter=1, and step {step} has {has_residual}"
+    for p, total in missing.items():
+        left = sum(gather(state.residual[p])) / W
+        assert left.any() and torch.allclose(total, left, atol=1e-5)
+    n_buckets = len(indices) // 4
+    assert n_buckets > 1 and indices == 4 * [*range(n_buckets)], f"buckets are numbered {indices}"
+    (zoo_loss(model, 0, rank) * math.inf).backward()
+    assert all(t.isfinite().all() for t in state.residual.values()), "an inf stays for ever"

@@ -1,0 +1,58 @@
+"""train.py: data and rates."""
+
+import math
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from runs import finish, lines_of, temporary, write_line
+
+
+def log_samples(folder):
+    """Plant a log of the blocks that a run trains on, whose first two targets are their numbers."""
+    cross_entropy = F.cross_entropy
+
+    def logged(logits, targets, **_):
+        if torch.is_grad_enabled():
+            numbers = 256 * targets[::4] + targets[1::4]
+            write_line(folder / "order", numbers.tolist())
+        return cross_entropy(logits, targets)
+
+    F.cross_entropy = logged
+
+
+def test_data_and_rates_are_as_promised():
+    """No sample comes twice in an epoch, and epochs have another order. nanoGPT's folders are read.
+    Warm-up is linear, then a cosine. (That ranks take the samples in this order is what the hashes
+    of any number of ranks show.)"""
+    n = 50
+    batch = 12
+    steps = 8
+    tokens = [0]
+    for i in range(n):
+        tokens += i // 256, i % 256, 0, 0
+    with temporary() as folder:
+        for name, ids in (("train.bin", tokens), ("val.bin", tokens[:5])):  # 50 blocks, and one
+            np.array(ids, dtype=np.uint16).tofile(folder / name)
+        finish(folder / "out", dataset=folder, block_size=4, global_batch_size=batch, eval_steps=1,
+               micro_batch_size=2, max_steps=steps, min_lr=0.001,
+               plant=partial(log_samples, folder))
+        order = []
+        for numbers in lines_of(folder / "order"):
+            order += numbers
+        for step, entry in enumerate(lines_of(folder / "out/metrics.jsonl")):
+            cosine = 0.001 + 0.009 * (1 + math.cos(math.pi * (step - 2) / (steps - 2))) / 2
+            lr = 0.01 * (step + 1) / 3 if step < 2 else cosine
+            assert abs(entry["lr"] - lr) < 1e-9, f"step {step + 1}: lr {entry['lr']}, not {lr}"
+        (folder / "text").write_text("a" * 9000 + "b" * 1000)
+        ends = finish(folder / "out", dataset=folder / "text", max_steps=40, micro_batch_size=2,
+                      eval_interval=40, eval_steps=99)
+        assert ends["train_loss"] < 1 and ends["val_loss"] > 4, "the last tenth validates"
+    assert len(order) == steps * batch, f"{len(order)} samples in {steps} steps of {batch}"
+    in_epoch = n // batch * batch
+    epochs = [order[i:i + in_epoch] for i in range(0, len(order), in_epoch)]
+    assert epochs[0] != epochs[1], "epochs are alike, or y is x"
+    for epoch in epochs:
+        assert len(set(epoch)) == len(epoch), "a sample came twice"

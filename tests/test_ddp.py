@@ -1,0 +1,179 @@
+"""ddp.py: buckets, overlap, memory, and parameters that are not used."""
+
+import gc
+import re
+import time
+import weakref
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import ddp
+from common import native, planted, raises
+from ddp import DDP
+from verify import BF16, every_collective, fresh, live_bytes, our_ddp, small_gpt, WRAPPERS
+from zero import Zero2
+
+
+@pytest.mark.ranks(2, 3)
+def test_ddp_keeps_one_gradient():
+    """`.grad` is a view of a bucket, in every step the same memory; gradients take the bytes of the
+    parameters and not more; a dropped wrapper and its module leave nothing."""
+    before = live_bytes()
+    module = fresh("odd")
+    model = our_ddp(module, bucket_cap_mb=0.005)
+    n_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    places = []  # {address: bytes} of a step
+    for step in range(4):
+        with model.no_sync() if step == 1 else nullcontext():
+            model(torch.ones(3, 5), 0).backward()
+        storages = [p.grad.untyped_storage() for p in module.parameters() if p.grad is not None]
+        places.append({storage.data_ptr(): storage.nbytes() for storage in storages})
+        assert len(places[-1]) < len(storages), "each gradient has memory of its own"
+        found = sum(places[-1].values())
+        padding = len(places[-1]) * dist.get_world_size() * 16  # to equal chunks of 16 bytes each
+        assert found <= n_bytes + padding, f"gradients take {found} bytes, parameters {n_bytes}"
+        assert module.inner.weight.grad.stride() == (1, 5), "not the parameter's strides"
+        model.zero_grad(set_to_none=step != 2)
+    assert all(place == places[0] for place in places), f"other memory: {places}"
+    del module, model, storages
+    assert live_bytes() <= before + 1024, f"{live_bytes() - before} bytes are left"
+
+
+@pytest.mark.ranks(1)
+def test_buckets_fill_in_order():
+    """Buckets take 1 MB, 2 MB and so on, up to the limit; each has one dtype, and parameters of
+    another one do not close it; a parameter larger than the limit is alone."""
+    fp32 = torch.empty(2**17)  # half a MB, as the next two
+    fp64 = torch.empty(2**16, dtype=torch.float64)
+    trained = torch.empty(2**17).requires_grad_()
+    large = torch.empty(2**20)
+
+    def assert_buckets(expected, *parameters):
+        """expected: places in parameters."""
+        found = []
+        rest = list(enumerate(parameters))
+        for bucket in ddp.fill_buckets(parameters, 3 * 2**20):
+            found.append([])
+            for p in bucket:
+                i = next(i for i, (_, q) in enumerate(rest) if q is p)
+                place, _ = rest.pop(i)
+                found[-1].append(place)
+        assert found == expected, f"buckets are {found}, expected are {expected}"
+
+    assert_buckets([[0, 1], [2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17], [18]],
+                   *[fp32] * 19)
+    assert_buckets([[0, 2], [1, 3, 5, 7], [4, 6]], *[fp32, fp64] * 4)
+    assert_buckets([[0, 2], [1]], fp32, trained, fp32)
+    assert_buckets([[0], [1], [2]], fp32, large, fp32)
+
+
+@pytest.mark.ranks(2, 3)
+def test_ddp_overlaps():
+    """The first bucket is summed before the last gradient exists; each bucket costs its collectives
+    and a backward one more.
+
+    Seen without a clock: the hook of the last gradient does not return until the first one has
+    become the mean. A wrapper that communicates after the backward would wait for ever.
+    """
+    rank = dist.get_rank()
+    W = dist.get_world_size()
+    sent = Counter()
+    start_s = []
+    module = nn.Sequential(*(nn.Linear(30, 30) for _ in range(8)))
+    model = DDP(module, bucket_cap_mb=1e-6)
+    x = torch.ones(3, 30) * rank
+    first = module[7].weight
+
+    def note(operation, tensors):
+        sent[operation] += 1
+
+    with every_collective(note):
+        model(x).square().mean().backward()
+    # 16 parameters, each a bucket of its own: at W = 2 an all-reduce, else two exchanges.
+    expected = Counter(allreduce=17) if W == 2 else Counter(allreduce=1, recv=64)
+    assert sent == expected, f"collectives of a backward are {sent}, expected are {expected}"
+    mean = first.grad.clone()
+    model.zero_grad()
+
+    def hold_back(_):
+        start_s.append(time.monotonic())
+        while first.grad is None or not torch.equal(first.grad, mean):
+            assert time.monotonic() < start_s[0] + 5, "the first bucket waits for the last gradient"
+
+    module[0].weight.register_hook(hold_back)
+    model(x).square().mean().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", ["ddp", "ddp without guards"])
+def test_ddp_goes_at_once(wrapper):
+    """A DDP that is dropped frees its buffers without the help of the garbage collector."""
+    module = small_gpt()
+    model = WRAPPERS[wrapper](module)
+    idx = torch.zeros(1, 16, dtype=torch.int64)
+    _, loss = model(idx, idx)
+    loss.backward()
+    buffers = [weakref.ref(bucket.gradients) for bucket in model._buckets]
+    module.zero_grad(set_to_none=True)
+    gc.disable()
+    try:
+        del model, module, loss
+        n_alive = sum(buffer() is not None for buffer in buffers)
+    finally:
+        gc.enable()
+    assert n_alive == 0, f"{n_alive} of {len(buffers)} buffers wait for the collector"
+
+
+class Batch(dict):
+    """As libraries have them: attributes are keys, and nothing can be changed."""
+    x = property(lambda self: self["x"])
+    __setitem__ = planted
+
+
+class Unpacks(nn.Linear):
+    def forward(self, batch, nested):
+        assert type(batch) is Batch and nested[0]["y"].dtype == torch.int64
+        return super().forward(batch.x) + super().forward(nested[1].x)
+
+
+@pytest.mark.ranks(2)
+def test_inputs_keep_their_containers():
+    """Inputs in subclasses of dict are moved to device_ids by DDP, and cast to param_dtype by the
+    stages, as torch does it; DDP has what Lightning and Accelerate touch of torch's."""
+    batch = Batch(x=torch.ones(2, 4))
+    inputs = batch, [{"y": torch.arange(3)}, Batch(x=torch.ones(2, 4))]
+    for wrap in (partial(DDP, device_ids=[torch.device("cpu")]), partial(Zero2, **BF16)):
+        model = wrap(Unpacks(4, 4))
+        model(*inputs).float().sum().backward()
+        assert batch.x.dtype == torch.float32, "the script's own batch was cast"
+        assert all(p.grad is not None for p in model.parameters())
+    model = DDP(nn.Linear(4, 4))
+    model.reducer.prepare_for_backward([])
+    assert not model.static_graph and not model.reducer._rebuild_buckets()
+    assert model.require_forward_param_sync and model._get_ddp_logging_data() == {}
+
+
+@pytest.mark.ranks(2, 3)
+def test_unused_parameters_are_named():
+    """Without find_unused_parameters a DDP raises on every rank after a backward that has left
+    parameters out on some rank, and names them. On an accelerator it does so in the next forward.
+    """
+    rank = dist.get_rank()
+    with native():
+        late = DDP(fresh("skipping"))
+    late(torch.ones(3, 5), rank).backward()
+    raises(RuntimeError, "layers.3.never", late, torch.ones(3, 5), 0)
+    late(torch.ones(3, 5), 0)  # it has been said
+    model = DDP(fresh("odd"))
+    # In turn 0 all ranks use what is used sometimes; in the other case only rank 0.
+    for turn, expected in ((0, {"never"}), (min(rank, 1), {"never", "sometimes"})):
+        text = raises(RuntimeError, "never.weight", model(torch.ones(3, 5), turn).backward)
+        named = set(re.findall(r"(never|sometimes)\.weight", text))
+        assert named == expected, f"named are {named}, expected are {expected}: {text}"
+        model.zero_grad()

@@ -1,0 +1,176 @@
+"""model.py: a Llama by its definition, its sizes, and folders of transformers."""
+
+import math
+from functools import partial
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common import on_meta
+from params import full
+from model import GPT, GPTConfig, PRESETS
+from runs import finish, refused, temporary
+from verify import HERE, same_bits, small_gpt
+
+
+def llama_logits(gpt, idx):
+    """The logits of a Llama by its definition, a head at a time, from the weights of a GPT, where
+    q, k and v, as well as gate and up, are the rows of one matrix."""
+    c = gpt.config
+    weights = gpt.state_dict()
+    T = idx.size(1)
+    hs = c.n_embd // c.n_head
+    half = hs // 2
+    angle = torch.arange(T)[:, None] * c.rope_theta ** (-torch.arange(0, hs, 2) / hs)
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+
+    def norm(x, name):
+        return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], c.norm_eps)
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T
+
+    def turned(x):
+        a = x[..., :half]
+        b = x[..., half:]
+        first = a * angle.cos() - b * angle.sin()
+        second = b * angle.cos() + a * angle.sin()
+        return torch.cat((first, second), -1)
+
+    x = weights["wte.weight"][idx]
+    for i in range(c.n_layer):
+        name = f"blocks.{i}"
+        rows = linear(norm(x, f"{name}.attn_norm"), f"{name}.attn.qkv")
+        parts = rows.split(hs, dim=-1)
+        heads = []
+        for h in range(c.n_head):
+            k = c.n_head + h * c.n_kv_head // c.n_head  # its key, and n_kv_head later its value
+            scores = turned(parts[h]) @ turned(parts[k]).transpose(-2, -1) / math.sqrt(hs)
+            weight = scores.masked_fill(future, -math.inf).softmax(-1)
+            heads.append(weight @ parts[k + c.n_kv_head])
+        x = x + linear(torch.cat(heads, -1), f"{name}.attn.proj")
+        rows = linear(norm(x, f"{name}.mlp_norm"), f"{name}.mlp.gate_up")
+        gate, up = rows.chunk(2, dim=-1)
+        x = x + linear(gate * gate.sigmoid() * up, f"{name}.mlp.down")
+    return linear(norm(x, "norm"), "lm_head")
+
+
+VARIANTS = {"plain": {}, "explicit": dict(attention="explicit"), "compiled": {},
+            "recomputed": dict(activation_checkpointing=True)}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.limit(180)
+@pytest.mark.parametrize("backend", ["aot_eager", full("inductor")])
+def test_model_is_a_llama(backend):
+    """Logits are a Llama's by its definition, and the loss is the mean of their cross-entropies.
+    Explicit attention and torch.compile of each block change loss and gradients by rounding only,
+    recomputing blocks changes no bit. (With a C++ compiler by --full: that takes a minute.)"""
+    idx = torch.arange(32).view(2, 16)
+    found = {}
+    calls = {}
+    targets = idx.roll(-1).masked_fill(idx < 3, -1)
+    for how, options in VARIANTS.items():
+        gpt = small_gpt(tied=False, n_layer=1, **options)
+        gpt.norm.weight.data += torch.arange(24) / 24  # or it would be ones
+        if how == "compiled":
+            compile = partial(torch.compile, backend=backend)
+            with mock.patch.object(torch, "compile", compile):
+                gpt.compile_blocks()
+        with torch.profiler.profile() as profiler:
+            logits, loss = gpt(idx, targets)
+            loss.backward()
+        found[how] = {"logits": logits.detach(), **{n: p.grad for n, p in gpt.named_parameters()}}
+        names = [event.name for event in profiler.events()]
+        calls[how] = names.count("aten::scaled_dot_product_attention")
+        expected = llama_logits(gpt, idx)
+        nats = F.nll_loss(expected.log_softmax(-1).transpose(1, 2), targets, ignore_index=-1)
+        assert torch.allclose(logits, expected, atol=1e-5), f"{how}: the logits are no Llama's"
+        assert torch.allclose(loss, nats, atol=1e-5), f"{how}: loss {loss:.4f}, not {nats:.4f}"
+        for n, t in found["plain"].items():
+            assert torch.allclose(t, found[how][n], atol=1e-5), f"{how}: {n} differs from plain"
+    assert calls["plain"] == 1, f"plain calls SDPA {calls['plain']} times"
+    assert calls["explicit"] == 0, "explicit attention calls SDPA"
+    assert calls["recomputed"] == 2, f"a recomputed block calls SDPA {calls['recomputed']} times"
+    same_bits(found["plain"], found["recomputed"], "recomputed")
+    assert gpt.generate(idx, 3, top_k=2).shape == (2, 19), "three tokens were to be added"
+    likeliest = llama_logits(gpt, idx)[:, -1].argmax(-1)
+    for options in (dict(temperature=0), dict(top_k=1)):
+        found = gpt.generate(idx, 1, **options)[:, -1]
+        assert torch.equal(found, likeliest), f"{options}: not the likeliest token"
+
+
+# In millions of parameters.
+SIZES = {"tiny": 7.2, "gpt2": 124, "gpt2-medium": 355, "gpt2-large": 774, "gpt2-xl": 1558,
+         "1b": 1e3, "7b": 7e3}
+
+
+@pytest.mark.ranks(1)
+def test_model_is_as_named():
+    """Presets have their sizes, and a token its FLOPs; weights come from (seed, name), not from the
+    random state, the order, the depth or meta."""
+    for name, millions in SIZES.items():
+        gpt = on_meta(GPT, GPTConfig(vocab_size=50257, **PRESETS[name]))
+        N = sum(p.numel() for p in gpt.parameters())
+        c = gpt.config
+        assert abs(N / millions / 1e6 - 1) < 0.06, f"{name} has {N:,} parameters"
+        # PaLM, arXiv 2204.02311, appendix B: 6 N + 12 L H Q T
+        assert gpt.flops_per_token() == 6 * N + 12 * c.n_layer * c.n_embd * c.block_size
+    gpt = small_gpt()
+    late = on_meta(small_gpt).to_empty(device="cpu")
+    first, second = gpt.blocks
+    assert not torch.equal(first.mlp.down.weight, second.mlp.down.weight), "blocks are alike"
+    late.init_weights()
+    same_bits(gpt.state_dict(), late.state_dict(), "from meta")
+    deeper = small_gpt(n_layer=3).state_dict()
+    other = small_gpt(seed=1).state_dict()
+    for n, p in gpt.named_parameters():
+        if p.dim() == 1:
+            assert (p == 1).all(), f"{n} is not ones"
+            continue
+        is_residual = "proj" in n or "down" in n  # their variance depends on the depth
+        assert torch.equal(p, deeper[n]) != is_residual, f"{n}: in a model of three blocks"
+        assert not torch.equal(p, other[n]), f"{n} does not depend on the seed"
+        variance = 1 / (3 * p.size(-1)) / (2 * 2 if is_residual else 1)
+        ratio = p.var().item() / variance
+        assert 0.8 < ratio < 1.25, f"{n}: the variance is {ratio:.2f} times what it should be"
+
+
+def test_llama_folders_go_out_and_in():
+    """What --export_hf writes, --init_from reads in any mode, to the bit, and transformers opens as
+    LlamaForCausalLM with the loss that training has; so is read what transformers writes: several
+    files, bf16, a head of its own, another rope_theta."""
+    needed = "pip install safetensors transformers"
+    pytest.importorskip("safetensors", reason=needed)
+    transformers = pytest.importorskip("transformers", reason=needed)
+    torch.manual_seed(0)
+    block = torch.randint(256, (16,))  # all of the data, so that any batch has the same loss
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
+    with temporary() as folder:
+        refused("LICENSE", folder / "out", export_hf=HERE / "LICENSE")  # which is no folder
+        small = transformers.LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8,
+                                         num_hidden_layers=1, num_attention_heads=1)
+        transformers.LlamaForCausalLM(small).save_pretrained(folder / "small")
+        refused("prompt", None, argv=[f"--init_from={folder}/small", "--eval_only", "--prompt=z"])
+        for name in ("train.bin", "val.bin"):
+            block.repeat(300).numpy().astype(np.uint16).tofile(folder / name)
+        expected = finish(folder / "out", 2, mode="zero3", n_head=4, n_kv_head=2, lr=0.1,
+                          min_lr=0.1, export_hf=folder / "hf")["param_sha256"]
+        config = transformers.LlamaConfig.from_pretrained(
+            folder / "hf", tie_word_embeddings=False, rms_norm_eps=1e-3,
+            rope_parameters=dict(rope_type="default", rope_theta=50.0))
+        other = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        other.save_pretrained(folder / "other", max_shard_size="10KB")
+        for name, W, mode in (("hf", 1, "single"), ("hf", 2, "zero3"), ("hf", 2, "torch-fsdp"),
+                              ("other", 2, "zero1")):
+            ours = finish(folder / mode, W, init_from=folder / name, dataset=folder, mode=mode,
+                          lr=0, min_lr=0, max_steps=1, **sizes)
+            llama = transformers.LlamaForCausalLM.from_pretrained(folder / name)
+            logits = llama.float()(block[None]).logits[0]
+            loss = F.cross_entropy(logits, block.roll(-1)).item()
+            assert abs(ours["train_loss"] - loss) < 1e-5, (
+                f"{name}, {mode}: loss {ours['train_loss']}, transformers has {loss}")
+            assert name == "other" or ours["param_sha256"] == expected, f"{mode}: other bits"

@@ -1,0 +1,40 @@
+"""oracle.py: what its program prints."""
+
+import pytest
+import torch.distributed as dist
+
+import oracle
+from params import full
+from verify import gather
+
+
+@pytest.mark.parametrize("W", [1, 2, 3, full(4)])
+def test_oracle_has_one_hash():
+    """`python oracle.py` prints one hash for all modes if a step has one micro-step; two if it has
+    two, for `ddp` and 1, and for `single`, 2 and 3; and bytes and elements as the paper has them,
+    beside the nan of each parameter."""
+    W = dist.get_world_size()
+    share = (W - 1) / W
+    psi = sum(p.numel() for p in oracle.Model().parameters())
+    n_parameters = len(list(oracle.Model().parameters()))
+    for micro_steps in (1, 2):
+        hashes = {}
+        for mode in oracle.MODES:
+            hashes[mode], held, sent = oracle.train(mode, micro_steps)
+            parameters, gradients, adam = [n_bytes / 4 for n_bytes in held]
+            whole = dict.fromkeys(oracle.MODES, (psi, psi, 2 * psi))
+            whole["1"] = psi, psi, 2 * psi / W
+            whole["2"] = psi, psi / W, 2 * psi / W
+            whole["3"] = psi / W + n_parameters, psi / W, 2 * psi / W
+            for found, expected in zip((parameters, gradients, adam), whole[mode]):
+                rounded = 2 * n_parameters  # a piece may have one element more than another
+                assert abs(found - expected) <= rounded, f"{mode}: {held} bytes, expected {whole}"
+            least = dict(single=0, ddp=2, **{"1": 2, "2": micro_steps + 1, "3": 2 * micro_steps})
+            n_sent = sum(gather(sent)) / W
+            if mode == "3":  # and what the backward needs again
+                assert share * psi * least[mode] <= n_sent <= share * psi * 3 * micro_steps, n_sent
+            else:
+                assert abs(n_sent - share * psi * least[mode]) < 0.5, f"{mode} sends {n_sent}"
+        assert hashes["single"] == hashes["2"] == hashes["3"], hashes
+        assert hashes["ddp"] == hashes["1"], hashes
+        assert (hashes["ddp"] == hashes["2"]) == (micro_steps == 1 or W == 1), hashes

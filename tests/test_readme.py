@@ -1,0 +1,206 @@
+"""README.md: its commands, numbers, names and breaks."""
+
+import math
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from common import two_at_a_time
+from params import full
+from ddp import DDP
+from runs import finish, run_train, temporary
+from verify import all_checks, gather, HERE, rows_of, STAGES
+
+
+def blocks_of(language):
+    text = (HERE / "README.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def shortened(words):
+    """The same command in a second: of a flag that is given twice the last one counts."""
+    more = dict(n_layer=2, n_head=2, n_embd=16, n_kv_head=1, block_size=16, sample_tokens=8,
+                eval_steps=2, save_interval=2, warmup_steps=1, tokenizer="bytes", device="cpu")
+    steps = int(words[words.index("--max_steps") + 1]) if "--max_steps" in words else 0
+    more["max_steps"] = steps if 0 < steps < 20 else max(4, steps // 50)
+    if "--init_from" in words:  # whose folder has the sizes
+        more = {name: value for name, value in more.items() if name[:2] != "n_"}
+    data = [] if ".txt" in str(words) else [f"--dataset={HERE}/model.py"]
+    return [*words, "--no-compile", *data, *(f"--{name}={value}" for name, value in more.items())]
+
+
+@pytest.mark.parametrize("package", [None, full("safetensors")])
+def test_readme_commands_run(package):
+    """Every bash block is valid shell, and the commands, and the example of one's own module, end
+    well, one after the other in one folder, on a smaller model and fewer steps. Those that need a
+    package are a row of their own."""
+    if package:
+        pytest.importorskip(package, reason=f"pip install {package}")
+    text = "".join(blocks_of("bash")).replace("\\\n", " ")
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    with temporary() as folder:
+        shutil.copy(HERE / "model.py", folder / "my.txt")
+        for line in text.splitlines():
+            needs_package = re.search("--export_hf|--init_from", line) is not None
+            if " train.py" in line and "--nnodes" not in line and needs_package == bool(package):
+                words = shlex.split(line, comments=True)
+                W = int((re.findall(r"--nproc_per_node=(\d+)", line) or [1])[0])
+                result = finish(None, W, argv=shortened(words[words.index("train.py") + 1:]),
+                                plant=partial(os.chdir, folder))
+                assert result["world_size"] == W and math.isfinite(result["val_loss"]), line
+        own, muon, _ = blocks_of("python")
+        with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
+        with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
+        with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
+        for text in (own, with_muon):
+            (folder / "own.py").write_text(text)
+            script = partial(runpy.run_path, f"{folder}/own.py", run_name="__main__")
+            run = run_train(None, 2, plant=script, argv=["--help"])
+            losses = re.findall(r"rank \d: loss 0\.\d{4}", "".join(run.stdout))
+            assert run.codes == [0, 0] and len(losses) == 2, run
+
+
+@pytest.mark.full
+def test_bench_makes_tables():
+    """bench.sh and cluster/slurm.sh are valid shell. A row of bench.sh that fails says why, the
+    others are in its table, with equal hashes; mistakes are one line."""
+    for path in ("bench.sh", "cluster/slurm.sh"):
+        subprocess.run(["bash", "-n", HERE / path], check=True)
+    sizes = ["--n_layer", "1", "--n_embd", "16", "--n_head", "1", "--block_size", "16"]
+    with temporary() as folder:
+        for path in (*HERE.glob("*.py"), HERE / "bench.sh"):
+            shutil.copy(path, folder / path.name)
+        for path in ("assets", "trainer"):
+            shutil.copytree(HERE / path, folder / path)
+        bench = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
+        done = bench(["./bench.sh", "bits", "--worlds", "2", "--modes", "zero2 zero3 zero9",
+                      "--max_steps", "2", *sizes])
+        hashes = re.findall(r"^\| zero[23] \| `(\w{8})` \|$", done.stdout, re.MULTILINE)
+        assert len(hashes) == 2 and len(set(hashes)) == 1, done.stdout + done.stderr
+        assert done.returncode == 1 and "Failed: zero9, W=2" in done.stdout, done.stdout
+        for words, fact in ((["tune"], "bits "), (["link"], "needs rates"),
+                            (["modes", "--lr", "fast"], "--lr"), (["modes", "--worlds"], "value")):
+            done = bench(["./bench.sh", *words])
+            assert done.returncode == 2 and fact in done.stderr, f"{words}: {done.stderr}"
+
+
+class ThreeParameters(nn.Module):
+    """Of the README's step with numbers. Sample x has the gradients 1 x, 2 x, ... 8 x."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor([10.0, 20, 30, 40, 50]))
+        self.second = nn.Parameter(torch.tensor([60.0, 70]))
+        self.third = nn.Parameter(torch.tensor([80.0]))
+
+    def forward(self, x):
+        parameters = torch.cat((self.first, self.second, self.third))
+        return (parameters * torch.arange(1, 9)).sum() * x
+
+
+def two_chunks(values):
+    """Values of a bucket, by chunk: of all eight both chunks, of this rank's four its own, with
+    None for the other."""
+    if len(values) == 8:
+        return values[:4], values[4:]
+    return (values, None) if dist.get_rank() == 0 else (None, values)
+
+
+def assert_in_readme(kind, values):
+    """The README has a line with a kind of values, and what rank 0 and rank 1 have of them."""
+    texts = []
+    for chunk in two_chunks(values):
+        numbers = [] if chunk is None else chunk.tolist()
+        texts.append(" ".join(f"{number:.0f}" for number in numbers))
+    of_ranks = gather(" | ".join(texts))
+    row = " ".join([kind, *" ".join(of_ranks).split()])
+    lines = (HERE / "README.md").read_text().splitlines()
+    assert row in [" ".join(line.split()) for line in lines], f"the README does not have: {row}"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
+def test_readme_has_these_numbers(mode):
+    """The README's step with numbers is what buffers hold, without the gaps that align them."""
+    filled = []  # the gradients before they are sent
+
+    def note(reduce, bucket):
+        filled.append(bucket.gradients.clone())
+        return reduce(bucket)
+
+    def parameters():
+        if mode == "ddp":
+            return torch.cat([p.detach() for p in reversed(list(model.parameters()))])
+        return bucket.sharded if bucket.unsharded is None else bucket.unsharded
+
+    with mock.patch.multiple("zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4):
+        model = {"ddp": DDP, **STAGES}[mode](ThreeParameters())
+    bucket, = model._buckets
+    optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
+    assert_in_readme("parameters", parameters())
+    with mock.patch.object(model, "_reduce", partial(note, model._reduce)):
+        model(2 + 4 * dist.get_rank()).backward()
+    assert_in_readme("gradients", filled[0])
+    is_whole = mode in ("ddp", "zero1")
+    assert_in_readme("gradients", bucket.gradients if is_whole else bucket.sharded_gradients)
+    optimizer.step()
+    momentum = []
+    for p in reversed(list(model.parameters())):
+        momentum.append(optimizer.state[p]["momentum_buffer"])
+    assert_in_readme("momentum", torch.cat(momentum))
+    assert_in_readme("parameters", parameters())
+    with torch.no_grad():
+        model(0)
+    assert_in_readme("parameters", parameters())
+
+
+def is_caught(file, old, new, name):
+    """Whether a check fails in a copy of the tree in which a file has new for old: a check that
+    passes on broken code is worth nothing."""
+    text = (HERE / file).read_text()
+    assert text.count(old) == 1, f"{file} has {text.count(old)} times {old}"
+    with temporary() as folder:
+        for pattern in ("*.py", "*.md", "*.sh", "*.toml", "trainer/*.py", "tests/*.py"):
+            for path in HERE.glob(pattern):
+                copy = folder / path.relative_to(HERE)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)  # without its mode: it may be read-only
+        (folder / file).write_text(text.replace(old, new))
+        done = subprocess.run([sys.executable, "verify.py", name], cwd=folder, capture_output=True)
+    return done.returncode == 1 and b"FAILED" in done.stdout
+
+
+@pytest.mark.parametrize("n", [0, full(99)])
+@pytest.mark.limit(3600)
+def test_readme_leads_there(n):
+    """Files, headings, functions and checks that the README names exist. By --full: with each edit
+    of its table of breaks the check that the row names fails."""
+    text = (HERE / "README.md").read_text()
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = set()
+    for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE):
+        headings.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
+    for file, heading in re.findall(r"\]\(([\w./]*)(?:#([^)]*))?\)", prose):
+        assert (HERE / file).exists() and (file or heading in headings), f"{file}#{heading}"
+    for names, file in re.findall(r"\[(`[^]]*`)\]\((\w+\.py)\)", prose):
+        for name in re.findall(r"`(?:[A-Z]\w+\.)?(\w+)`", names):
+            assert re.search(rf"\b(def|class) {name}\b", (HERE / file).read_text()), f"no {name}"
+    edits = re.findall(r"^\| \[(\S+)\]\(\1\) `(.*?)` \| `(.*?)` \|.*\| `([^`]+)` \|$", text, re.M)
+    names = set(re.findall(r"^\| \[.*\| `([^`]+)` \|$", text, re.M))  # of breaks and exercises
+    names |= set(re.findall(r'python verify.py(?:\s+--full)?\s+"?([a-z][^"`\n]*)', text))
+    assert edits, "no table of breaks"
+    for name in names - {"proof"}:
+        assert rows_of(all_checks(), is_full=True, names=[name]), f"no check is named {name}"
+    caught = two_at_a_time(is_caught, *zip(*edits[:n]))
+    assert all(caught), [edit for edit, is_seen in zip(edits, caught) if not is_seen]

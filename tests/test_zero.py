@@ -1,0 +1,453 @@
+"""zero.py: units, shards, hybrid groups, uncut parameters, and the meta device."""
+
+import copy
+import itertools
+import math
+import time
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial, reduce
+from itertools import product, starmap
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import ddp
+import zero
+from common import full_training, on_meta, raises, training
+from params import full
+from model import GPT, GPTConfig, PRESETS
+from verify import (bits_of_one_process, Chain, every_collective, fresh, gather, HERE, live_bytes,
+                    ORDERS, PLAIN, same_bits, small_gpt, STAGES, uncut, WRAPPERS)
+from zero import Zero2, Zero3
+
+FLAT_FP32 = ("gpt", "odd", "lora")
+
+
+def every_uncut():
+    for W, stage in product((1, 2, 3, 4), STAGES):
+        wrapper = f"{stage} uncut"
+        yield full_training(W, wrapper, micro_steps=2, factor=None)
+        yield full_training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer="muon")
+        yield full_training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer="lamb")
+        yield full_training(W, wrapper, "gpt", *ORDERS, optimizer="adafactor")
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("wrapper, modules, options, W", [
+    training(3, "zero2 uncut", "odd", "lora", micro_steps=2, each_synced="announced",
+             optimizer="muon"),
+    training(2, "zero3 uncut", "gpt", "odd", "again", optimizer="muon"),
+    training(3, "zero1 uncut", "odd", "skipping", optimizer="muon"),
+    training(4, "zero2 uncut", "gpt", "lora", optimizer="lamb"),
+    training(3, "zero3 uncut", "gpt", "experts", optimizer="adafactor"),
+    training(2, "zero2 uncut", "odd", "mixed", "caller"),
+    training(3, "zero3 uncut", "gpt", "odd", micro_steps=2, each_synced=True, optimizer="lamb"),
+    training(3, "zero1 uncut", "odd", "lora", micro_steps=2, factor=None, optimizer="muon"),
+    *every_uncut()])
+def test_uncut_has_the_bits_of_one_process(wrapper, modules, options):
+    """With uncut parameters stages give the bits of one process, also for Muon, LAMB and Adafactor,
+    which look at whole parameters."""
+    bits_of_one_process(wrapper, modules, **options)
+
+
+def sizes_of_units(gpt, is_uncut):
+    """[[bytes of an uncut parameter of a unit, ...], ...], the root first, then blocks."""
+    of_block = {p: block for block in gpt.blocks for p in block.parameters()}
+    units = []
+    for unit in (None, *gpt.blocks):
+        units.append([p.nbytes for p in gpt.parameters()
+                      if of_block.get(p) is unit and is_uncut(p, unit)])
+    return units
+
+
+def uncut_chunks(units, W):
+    """[[bytes of each rank's chunk of a unit, W numbers], ...]. The largest parameter of a unit
+    goes first, each to the rank that has least of the whole model so far, the first such."""
+    loads = [0] * W
+    chunks = []
+    for sizes in units:
+        before = list(loads)
+        for size in sorted(sizes, reverse=True):
+            loads[loads.index(min(loads))] += size
+        chunks.append([after - load for load, after in zip(before, loads)])
+    return chunks
+
+
+@pytest.mark.parametrize("W", [2, 3, full(4)])
+@pytest.mark.parametrize("stage", STAGES)
+def test_uncut_is_the_formulas(stage):
+    """With uncut parameters a rank holds and receives, to the byte, what its chunks say: gradients
+    W - 1 times its chunk, parameters all but its chunk. All ranks together receive as much as they
+    do with equal chunks."""
+    rank = dist.get_rank()
+    W = dist.get_world_size()
+    gpt = small_gpt(n_layer=4, n_embd=32, vocab_size=64)  # all sizes are multiples of 64 bytes
+    chunks = uncut_chunks(sizes_of_units(gpt, lambda p, unit: True), W)
+    idx = torch.zeros(1, 16, dtype=torch.int64)
+    received = Counter()
+    before = live_bytes()
+    model = uncut(STAGES[stage], gpt)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def note(operation, tensors):
+        received[operation] += tensors[0].nbytes
+
+    for _ in range(2):  # in the first step buffers are made
+        received.clear()
+        with every_collective(note):
+            _, loss = model(idx, idx)
+            loss.backward()
+            del loss
+        optimizer.step()
+        model.zero_grad(set_to_none=False)
+    gathered = sum(sum(chunk) - chunk[rank] for chunk in chunks)
+    if stage == "zero3":  # the backward gathers all again but the root and the last two blocks
+        gathered += sum(sum(chunk) - chunk[rank] for chunk in chunks[1:-2])
+    reduced = (W - 1) * sum(chunk[rank] for chunk in chunks)
+    assert received["recv"] == gathered + reduced, (
+        f"a rank receives {received['recv']:,} bytes, expected are {gathered + reduced:,}")
+    psi = sum(map(sum, chunks))
+    assert sum(gather(reduced)) == (W - 1) * psi, "not what equal chunks send"
+    own = sum(chunk[rank] for chunk in chunks)
+    whole = {"zero1": psi, "zero2": psi, "zero3": 0}[stage]  # parameters
+    gradients = psi if stage == "zero1" else own
+    # The module's own parameters were there before; those of stages 1 and 2 are in place of them.
+    held = live_bytes() - before + psi
+    expected = (whole or own) + gradients + 2 * own
+    assert expected <= held <= expected + 8192, f"{held:,} bytes held, expected are {expected:,}"
+
+
+@pytest.mark.ranks(3, 4)
+def test_uneven_chunks_arrive_in_pieces():
+    """reduce_scatter of uneven chunks has the bits of the plain sum, and of what arrives at the
+    owner of the largest two pieces at most have memory."""
+    rank = dist.get_rank()
+    W = dist.get_world_size()
+    n = 90_000
+    cuts = [n - 7] * (W - 1)  # rank 0 has nearly all, the last one a little, the others nothing
+    flats = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(W)]
+    expected = reduce(torch.add, flats).tensor_split(cuts)[rank]
+    most = 120_000  # bytes
+    flat = flats[rank].clone()
+    before = live_bytes()
+    found = []
+
+    def note(operation, tensors):
+        if operation == "recv":
+            found.append(live_bytes() - before)
+
+    with every_collective(note):
+        chunks = flat.tensor_split(cuts)
+        finish = zero.reduce_in_pieces(chunks, most, None)
+        finish(chunks[rank])
+    same_bits({"own chunk": expected}, {"own chunk": flat.tensor_split(cuts)[rank]})
+    if rank == 0:
+        pieces = math.ceil(4 * (n - 7) * (W - 1) / most)
+        assert len(found) == pieces * (W - 1), f"{len(found)} messages, expected {pieces} pieces"
+        assert most < max(found) <= 2 * most + 4096, f"{max(found):,} bytes arrive at once"
+    # A stage bounds them by the size of a bucket.
+    sizes = [0]
+
+    def note_size(operation, tensors):
+        if operation == "recv":
+            sizes.append(tensors[0].nbytes)
+
+    with every_collective(note_size):
+        matrix = nn.Linear(4096, 2048, bias=False)  # 32 MiB
+        model = Zero2(matrix, uncut=matrix.parameters())
+        loss = model(torch.ones(1, 4096)).sum()
+        sizes = [0]  # no more those of the forward, in which a matrix comes once
+        loss.backward()
+    arrive = (W - 1) * max(sizes)
+    assert arrive <= ddp.bucket_bytes(W), f"{arrive:,} bytes of a piece arrive"
+    assert (arrive > 0) == (rank == 0), "the owner is another rank"
+
+
+def uncut_costs(gpt, W):
+    """With the matrices of blocks uncut: (the largest rank's shards over the mean, what the busiest
+    rank sends of parameters over the mean, the most megabytes of gradients that arrive at once)."""
+    units = sizes_of_units(gpt, lambda p, unit: unit is not None and p.dim() == 2)
+    chunks = uncut_chunks(units, W)
+    psi = sum(p.nbytes for p in gpt.parameters())
+    cut = psi - sum(map(sum, chunks))
+    largest = max(sum(chunk[rank] for chunk in chunks) for rank in range(W)) + cut / W
+    busiest = sum(map(max, chunks)) + cut / W
+    arrive = max((W - 1) * max(chunk) for chunk in chunks)
+    return largest * W / psi, busiest * W / psi, min(arrive, 2 * ddp.bucket_bytes(W)) / 1e6
+
+
+def test_readme_says_what_uncut_costs():
+    """The README's table of shards, links and arrivals is what the formulas say."""
+    text = (HERE / "README.md").read_text("utf-8")
+    for preset, sizes in PRESETS.items():
+        if preset == "tiny":
+            continue  # its vocabulary is another one
+        gpt = on_meta(GPT, GPTConfig(vocab_size=50257, **sizes))
+        cells = []
+        for W in (2, 4, 8, 64):
+            share, link, arrive = uncut_costs(gpt, W)
+            cells.append(f"{share:.2f}, x{link:.2f}, {arrive:.0f} MB")
+        row = f"| `{preset}` | {' | '.join(cells)} |"
+        assert row in text, f"the README does not have {row}"
+
+
+@pytest.mark.ranks(2)
+def test_zero3_prefetches():
+    """In stage 3 the all-gather of the next unit is under way while a unit computes, forward or
+    backward. Seen without a clock, by the number of messages. Each kind has a tag of its own."""
+    n = 8
+    calls = []
+    found = {}
+    expected = {}
+    model = Zero3(Chain(n, 8))
+    tags = [model._reduce_tag, model._full_parameters_tag, *(unit.tag for unit in model._units)]
+    assert len(set(tags)) == len(tags) == n + 3, f"messages share tags: {tags}"
+
+    def note(phase, *_):
+        found[phase] = len(calls)
+
+    for i, unit in enumerate(model.module.units):
+        unit.register_forward_pre_hook(partial(note, f"forward of unit {i}"))  # after ours
+        unit.register_full_backward_hook(partial(note, f"backward of unit {i}"))
+        # Forward of unit i: the root, the units 0 to i, and the next one. At its end the last two
+        # are whole, so the backward gathers from the last but two on:
+        #     backward of unit      7  6  5  4 ...
+        #     next, not yet whole   -  5  4  3 ...
+        expected[f"forward of unit {i}"] = 1 + min(i + 2, n)
+        expected[f"backward of unit {i}"] = 1 + n + min(n - 1 - i, n - 2)
+    with every_collective(lambda *call: calls.append(call)), model.no_sync():
+        model(torch.ones(3, 8, requires_grad=True)).backward()
+    for phase, number in expected.items():
+        assert found[phase] == number, (
+            f"in the {phase} {found[phase]} all-gathers have begun, expected are {number}")
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_hybrid_sums_overlap(stage):
+    """With hybrid sharding nobody waits for the sum of a bucket over groups before it has launched
+    the next bucket.
+
+    Seen without a clock: ranks 2 and 3, a group, launch their second bucket when ranks 0 and 1 have
+    done so. If these waited for the first bucket's sum, all would wait for ever.
+    """
+    rank = dist.get_rank()
+    message = torch.ones(1)
+    model = STAGES[stage](Chain(4, 16), shard_size=2)
+    last, last_but_one = model.module.units[3], model.module.units[2]
+
+    def on_gradient_of_input(module, act):
+        def pre_hook(_, inputs):
+            inputs[0].register_hook(act)
+
+        module.register_forward_pre_hook(pre_hook)
+
+    def give_way(_):
+        dist.send(message, rank + 2, tag=7)
+
+    def wait_for_others(_):
+        dist.recv(message, rank - 2, tag=7)
+
+    # The gradient of a unit's input comes after that of its weight, which launches the bucket.
+    if rank < 2:
+        on_gradient_of_input(last_but_one, give_way)
+    else:
+        on_gradient_of_input(last, wait_for_others)
+    model(torch.ones(3, 16, requires_grad=True)).backward()
+    model = Zero2(nn.Linear(256, 256, bias=False), shard_size=2)
+    before = live_bytes()
+    model(torch.ones(1, 256)).sum().backward()
+    own = 4 * 256 * 256 / 2  # of the gradient
+    kept = live_bytes() - before
+    assert kept <= own + 4096, f"{kept:,} bytes are kept, of gradients expected {own:,.0f}"
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_hybrid_sums_are_in_place(stage):
+    """With hybrid sharding the sum over a group and that over groups are made in the bucket's own
+    memory, also where chunks are uneven."""
+    gpt = small_gpt()
+    model = uncut(STAGES[stage], gpt, [p for p in gpt.parameters() if p.dim() == 2], shard_size=2)
+    idx = torch.zeros(1, 16, dtype=torch.int64)
+    places = []
+    summed = 0
+
+    def note(flat, process_group):
+        nonlocal summed
+        summed += flat.numel()
+        memories = []
+        for bucket in model._buckets:
+            if bucket.gradients is not None:
+                memories.append(bucket.gradients.untyped_storage()._cdata)
+        places.append(flat.untyped_storage()._cdata in memories)
+        return ddp.all_reduce(flat, process_group)
+
+    with mock.patch("zero.all_reduce", note):
+        _, loss = model(idx, idx)
+        loss.backward()
+    assert places and all(places), f"{places.count(False)} of {len(places)} sums are elsewhere"
+    n = sum(p.numel() for p in gpt.parameters())
+    total = sum(gather(summed, model.shard_group))
+    assert n <= total <= 1.1 * n, f"a group sums {total} elements over groups, of {n}"
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_unannounced_steps_are_noticed(stage, guarded):
+    """A step after a backward that was said not to be the last: the next forward gathers, on all
+    ranks, also on those that own nothing of what has changed."""
+    kind = STAGES[stage] if guarded else PLAIN[stage]
+    module = nn.Linear(4, 3, bias=False)  # one rank owns all of it
+    plain = copy.deepcopy(module)
+    model = kind(module, uncut=module.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    of_plain = torch.optim.SGD(plain.parameters(), lr=0.5)
+    x = torch.ones(2, 4)
+    model.set_is_last_backward(False)
+    for _ in range(3):
+        found, expected = model(x), plain(x)
+        same_bits({"output": expected.detach()}, {"output": found.detach()})
+        for output, each in ((found, optimizer), (expected, of_plain)):
+            output.sum().backward()
+            each.step()
+            each.zero_grad()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", STAGES)
+def test_replaced_data_is_noticed(stage):
+    """`.data` of shards that a script replaces between micro-steps: all ranks gather, also those
+    whose shards are empty."""
+    model = STAGES[stage](nn.Sequential(nn.Linear(1, 1, bias=False)))
+    x = torch.ones(1, 1)
+    for around in (model.no_sync, nullcontext):
+        model.set_is_last_backward(False)
+        with around():
+            before = model(x)
+            before.sum().backward()
+        for p in model.parameters():
+            p.data = p.data * 0.5
+        same_bits({"output": before.detach() * 0.5}, {"output": model(x).detach()})
+
+
+def fillable():
+    """Layers that initialise themselves, with buffers, one not on meta, in and outside of units."""
+    norm = nn.BatchNorm1d(5, affine=False)  # of buffers alone
+    norm.register_buffer("real", torch.ones((), device="cpu"))
+    return nn.Sequential(nn.ModuleList([nn.Linear(5, 5), norm]), nn.Linear(5, 2))
+
+
+def fill(module):
+    parameters = module.parameters(recurse=False)
+    buffers = module.buffers(recurse=False)
+    for t in itertools.chain(parameters, buffers):
+        t.fill_(dist.get_rank() + 7)
+
+
+@pytest.mark.parametrize("stage, W", [*product(STAGES, (1, 3)), ("zero3 uncut", 3)])
+def test_meta_device_is_filled(stage):
+    """From the meta device a GPT gets the weights of building it whole, no rank ever holding more
+    than its shards and some units; other modules reset themselves or take init_fn; rank 0 counts.
+    """
+    wrap = WRAPPERS[stage]
+    W = dist.get_world_size()
+    before = live_bytes()
+    gpt = on_meta(small_gpt, n_layer=8)
+    held = []
+    init_weights = gpt.init_weights
+
+    def init_weights_and_note():
+        init_weights()
+        held.append(live_bytes() - before)
+
+    gpt.init_weights = init_weights_and_note
+    model = wrap(gpt)
+    whole = small_gpt(n_layer=8)
+    same_bits({n: p.detach() for n, p in whole.named_parameters()}, dict(model.full_parameters()))
+    psi = sum(p.nbytes for p in whole.parameters())
+    block = sum(p.nbytes for p in whole.blocks[0].parameters())
+    parameters = psi / W if stage.startswith("zero3") else psi + psi / W
+    assert max(held) < parameters + 6 * block, f"{max(held):,} bytes held, of {psi:,}"
+    for init_fn, value, units in ((None, 1, None), (fill, 7, [])):
+        values = wrap(on_meta(fillable), init_fn=init_fn, units=units).full_state_dict()
+        for name in ("running_var", "real"):
+            assert (values[f"0.1.{name}"] == value).all(), f"{name} is not as rank 0 has it"
+    gpt = on_meta(small_gpt)
+    gpt.norm = nn.LayerNorm(24)  # has values, which init_weights() would overwrite
+    raises(RuntimeError, "pass init_fn", wrap, gpt)
+    # The root of a chain cannot reset itself.
+    raises(RuntimeError, "the root .*Chain .*pass init_fn", wrap, on_meta(Chain, 2, 4))
+    filled = wrap(on_meta(Chain, 2, 4), init_fn=fill).full_state_dict()
+    assert (filled["scale"] == 7).all()
+
+
+@pytest.mark.parametrize("stage, W", [*product(STAGES, (1, 3)), ("zero1 uncut", 3),
+                                      ("zero3 uncut", 3),
+                                      *starmap(full, product(STAGES, (2, 4)))])
+def test_state_dicts_round_trip(stage):
+    """Shards are (n, 1, ..., 1), or of an uncut parameter its shape, under the module's names;
+    whole and sharded state dicts come back as they were given; a misfit is named, and nothing is
+    written then."""
+    for name in ("odd", "experts", "again", "mixed"):
+        plain = fresh(name)
+        model = WRAPPERS[stage](fresh(name))
+        x = torch.ones(3, 5)
+        shards = model.state_dict()
+        good = {n: t.clone() for n, t in plain.state_dict().items()}
+        assert list(shards) == list(good), "other names, or another order"
+        for n, p in model.named_parameters():
+            shape = good[n].shape
+            is_part = p.shape[1:] == (1,) * (len(shape) - 1)
+            is_all = p.shape == shape and stage.endswith("uncut")
+            assert is_part or is_all, f"{n} has shape {shape}, its shard {p.shape}"
+        same_bits(good, model.full_state_dict(), name)
+        plain.load_state_dict({n: t + 1 for n, t in good.items()})
+        model.load_full_state_dict(plain.state_dict())
+        expected = {"output": plain.eval()(x, 0).detach()}
+        same_bits(expected, {"output": model.eval()(x, 0).detach()}, f"{name}, loaded")
+        first = next(n for n, t in good.items() if t.dim() > 1)
+        missing = {n: t for n, t in good.items() if n != first}
+        for bad in (missing, {"more": good[first], **good}, {**good, first: good[first][1:]}):
+            raises(RuntimeError, f"more|{first}", model.load_full_state_dict, bad)
+        same_bits(plain.state_dict(), model.full_state_dict(), f"{name}, after misfits")
+        model.load_state_dict(shards)
+        same_bits(good, model.full_state_dict(), f"{name}, shards given back")
+
+
+@pytest.mark.parametrize("stage, W", [("zero1", 2), ("zero3", 3), full("zero1", 3),
+                                      full("zero2", 2), full("zero2", 3), full("zero3", 2)])
+def test_buffers_given_back_are_read(stage):
+    """What a rank still sends to slower ones is overwritten neither by the units that come next nor
+    by new values of its shards.
+
+    One rank skips all units and clears its shards at once, while the others, which it has met at
+    the root, are late for the first unit. gloo reads a buffer when the receiver asks for it, so an
+    early reuse sends zeros.
+    """
+    x = torch.randn(2, 256)
+    module = Chain(6, 256)
+    W = dist.get_world_size()
+    with torch.no_grad():
+        for ahead in range(W):
+            model = STAGES[stage](Chain(6, 256))
+            n_units = 0 if dist.get_rank() == ahead else 6
+            model.load_full_state_dict(module.state_dict())
+            calls = []
+
+            def late(*call):
+                calls.append(call)
+                # The root had W - 1 calls, so this is the first unit's.
+                if len(calls) == W and n_units > 0:
+                    time.sleep(0.2)
+
+            with every_collective(late):
+                found = model(x, n_units)
+            for shard in model.parameters():
+                shard.zero_()
+            same_bits({"output": module(x, n_units)}, {"output": found}, f"rank {ahead} is ahead")
