@@ -1,32 +1,23 @@
-"""The test suite: how we know that it is right.
+"""The proof: how we know that it is right.
 
-    python verify.py                 # all checks, samples of their rows; exit status 1 on a failure
-    python verify.py proof           # sections 1 to 4 of this file, half a minute
-    python verify.py scripts readme  # rows whose name contains "scripts" or "readme"
-    python verify.py "one_process W=2 zero3"
+    python verify.py                 # samples of all rows; exit status 1 on a failure
     python verify.py --full          # all rows
+    python verify.py one_process     # rows whose name contains "one_process"
+    python verify.py "one_process W=2 zero3"
     python verify.py --list
     python verify.py --module own.py # your module, wrapped in everything: see `Task`
 
-The proof: `reference` trains a module in one process, in a plain loop that uses nothing of ddp.py
-and zero.py. `distributed` trains it on W ranks, in a wrapper. `same_bits` compares every gradient
-of every step, in its place, and the parameters at the end: all bits. This is done for eight
-difficult modules, all wrappers and several world sizes: in samples, all of them with --full. After
-that come the formulas of the ZeRO paper: how many bytes a rank holds, and how many it receives.
-
-The rest is the quality of a product: what scripts do around a wrapper, runs of train.py in which
-ranks are killed, hang or join, files, mistakes of users, the README. The frame, which runs checks
-on ranks, is at the end.
-
-It knows the public API, the command line and the files of a run, so every other file can be
-rewritten without a change here. Faults are planted in torch and the operating system:
-`AdamW.step` raises, a loss is nan, a disk is full.
+`reference` trains a module in one process, in a plain loop that uses nothing of ours. `distributed`
+trains it on W ranks, in a wrapper. `same_bits` compares every gradient of every step, in its place,
+and the parameters at the end: all bits. This is done for eight difficult modules, in all wrappers,
+on several numbers of ranks; the stages are compared with oracle.py, and all of ours with torch's
+own. After that come the formulas of the ZeRO paper: how many bytes a rank holds, and receives.
 
 A check is a function that all ranks of a group run at once, as training does. It asserts. A row of
-it is the world size W and the arguments. (pytest would need a plugin for ranks.) Three rows run at
-once. A row that hangs, or whose rank dies, fails by name in time, and the rest runs.
+the table is a check, the world size W, and the check's arguments. Two rows run at once. A row that
+hangs, or whose rank dies, fails by name in time, and the rest runs.
 
-Cost: 22 processes of 210 MB, most of it shared; about three minutes on two cores.
+Everything else that is tested is in tests/: `python -m pytest`, which runs this proof, too.
 """
 
 import argparse
@@ -55,33 +46,19 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, reduce
 from unittest import mock
 
-
-def fork_server(*modules):
-    """Starts processes in 0.02 s, in which all that checks and train.py import is loaded.
-
-    Also what torch imports only when it is used: the parts of torch.compile take 2.5 s, here once
-    and not once on every rank.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([
-        *modules, "verify", "torch._dynamo", "torch.distributed.checkpoint", "tiktoken", "regex",
-        "numpy.ma", "functorch.compile", "torch.distributed.fsdp.sharded_grad_scaler"])
-    return context
-
-
 if __name__ == "__main__":
     # For all processes: CPU only, one thread a rank, no warnings of torch's.
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
                       TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore",
                       PYTHONPATH=os.pathsep.join(sys.path))
-    fork_server()
-    multiprocessing.forkserver.ensure_running()  # it loads torch while this process does
+    # Ranks are forked by a server, in 0.02 s. It loads torch, and this file, while we do.
+    multiprocessing.set_forkserver_preload(["verify"])
+    multiprocessing.forkserver.ensure_running()
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -90,19 +67,17 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp
 import oracle
-from ddp import DDP, HierarchicalState, PlainDDP
+from ddp import DDP
 from model import GPT, GPTConfig
-from trainer.comm_hooks import TopKState, hierarchical_hook, top_k_hook
-from zero import PlainZero1, PlainZero2, PlainZero3, Zero1, Zero2, Zero3, find_units
+from zero import Zero1, Zero2, Zero3, find_units
 
 HERE = pathlib.Path(__file__).resolve().parent
 STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 
 
 def check(*rows, limit_s=60):
-    """Mark a function as a check. It runs once for each row, a dict of W, the world size, and of
-    the function's arguments. W = 0: not on ranks, but in the process of verify.py; what it starts
-    has limits of its own. A check that cannot run returns the reason, and counts as skipped."""
+    """Mark a function as a check, and note its rows: dicts of W, the world size, and of the
+    function's arguments."""
     def mark(function):
         function.rows, function.limit_s = rows, limit_s
         return function
@@ -151,37 +126,13 @@ def clip_by_hand(gradients, divide_by):
     return norm
 
 
-class Lamb(torch.optim.Optimizer):
-    """You et al., arXiv 1904.00962: a step is as long as the norm of all of a parameter says."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, dict(lr=1e-2))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    mean.lerp_(p.grad, 0.1)
-                    change = mean + 0.1 * p
-                    ratio = p.norm() / (change.norm() + 1e-6)
-                    p.sub_(group["lr"] * ratio * change)
+def redundancy(parameters):
+    """AdamW whose states torch shards: its ZeRO-1."""
+    return adamw(parameters, kind=ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
 
 
-def muon_and_adamw(parameters):
-    """Muon for the matrices, AdamW for the rest."""
-    matrices, others = [], []
-    for p in parameters:
-        group = matrices if p.dim() == 2 else others
-        group.append(p)
-    return [torch.optim.Muon(matrices, lr=1e-2), adamw(others)]
-
-
-def make_optimizers(task, optimizer, parameters):
-    """[optimizers] of a task, or those that OPTIMIZERS has under a name: a function returns one, or
-    a list."""
-    make = OPTIMIZERS[optimizer] if optimizer else task.optimizer
+def make_optimizers(make, parameters):
+    """make(parameters) returns an optimizer, or a list of them. -> a list"""
     made = make(p for p in parameters if p.requires_grad)
     return made if isinstance(made, list) else [made]
 
@@ -197,7 +148,7 @@ def reference(name, groups, factor, optimizer=None):
     """
     module = fresh(name)
     task = task_of(name)
-    optimizers = make_optimizers(task, optimizer, module.parameters())
+    optimizers = make_optimizers(optimizer or task.optimizer, module.parameters())
     divide_by = sum(len(numbers) for numbers in groups) / factor  # what is left to divide by
     expected = {}
     contributions = {}
@@ -236,23 +187,28 @@ def reference(name, groups, factor, optimizer=None):
 # 2. the same on W ranks, in a wrapper
 
 
-def distributed(wrapper, name, micro_steps=1, each_synced=False, factor=None, odd_step=None,
+def distributed(wrap, name, micro_steps=1, each_synced=False, factor=None, odd_step=None,
                 optimizer=None, buffers=False):
     """Train a module of the zoo on the ranks of this group -> {what: tensor}, as `reference`.
 
+    wrap: a function of the module, which returns a wrapper of it.
     micro_steps: micro batches of a rank in a step; the a-th has the number a W + rank.
     each_synced: whether each of them is sent at once. Otherwise all but the last are in no_sync(),
     by which a rank adds its own first. "announced": yes, and a stage is told which is the last.
     factor: of set_gradient_divide_factor(); None: not called, so that it is W.
     odd_step: what a script does in a step, in place of micro-steps: odd_step(model, loss).
-    optimizer: one of OPTIMIZERS; None: that of the module, which is AdamW.
+    optimizer: a function of parameters that returns one, or a list; None: the task's, AdamW.
     buffers: whether the module's buffers count, which differ from rank to rank.
     """
     task = task_of(name)
-    model = wrapped(wrapper, name)
+    module = fresh(name)
+    if dist.get_rank() > 0:  # a wrapper has to begin with rank 0's values on all ranks
+        for t in itertools.chain(module.parameters(), module.buffers()):
+            t.data.fill_(7)
+    model = wrap(module)
     if factor is not None:
         model.set_gradient_divide_factor(factor)
-    optimizers = make_optimizers(task, optimizer, model.parameters())
+    optimizers = make_optimizers(optimizer or task.optimizer, model.parameters())
     divide_by = micro_steps if factor is None else micro_steps * dist.get_world_size() / factor
     norms = {}
     kept = {}  # {what: (name, gradient)}
@@ -267,7 +223,6 @@ def distributed(wrapper, name, micro_steps=1, each_synced=False, factor=None, od
         for n, p in plain_names(model.named_parameters()):
             if p.grad is not None:
                 kept[f"step {step + 1}, gradient of {n}"] = n, copy_of(p.grad)
-        assert_owners(model)
         norms[f"step {step + 1}, norm"] = clip(model, divide_by).float()
         for each in optimizers:
             each.step()
@@ -279,21 +234,6 @@ def distributed(wrapper, name, micro_steps=1, each_synced=False, factor=None, od
     if buffers:
         found |= dict(plain_names(model.named_buffers()))
     return found
-
-
-def wrapped(wrapper, name):
-    """A module of the zoo in a wrapper, which has to begin with rank 0's values on all ranks."""
-    module = fresh(name)
-    if dist.get_rank() > 0 and not wrapper.startswith(("naive", "fsdp2")):
-        for t in itertools.chain(module.parameters(), module.buffers()):
-            t.data.fill_(7)
-    task = task_of(name)
-    options = {}
-    if task.units is not None and wrapper in (*STAGES, *BY_HAND, "fsdp2"):
-        options["units"] = task.units(module)
-    if task.uncut is not None and wrapper in STAGES:
-        return uncut(STAGES[wrapper], module, task.uncut(module), **options)
-    return WRAPPERS[wrapper](module, **options)
 
 
 def loss_on_rank(task, model, step, micro_step):
@@ -377,20 +317,6 @@ def put_together(model, plain, kept):
         strides = torch.empty(p.shape).stride() if isinstance(model, ByHand) else p.stride()
         found[what] = flat.as_strided(p.shape, strides)
     return found
-
-
-def assert_owners(model):
-    """Assert that of an uncut parameter one rank has a shard, in the parameter's shape, and that
-    `.grad` is None on the others."""
-    if not hasattr(model, "uncut"):
-        return
-    shapes = {n: p.shape for n, p in model.module.named_parameters()}
-    for n, shard in model.named_parameters():
-        if n in model.uncut:
-            owners = gather(shard.shape == shapes[n] and shard.numel() > 0, model.shard_group)
-            assert sum(owners) == (shapes[n].numel() > 0), f"{n} has owners {owners}"
-            is_elsewhere = shapes[n].numel() > 0 and not owners[dist.get_rank(model.shard_group)]
-            assert not is_elsewhere or shard.grad is None, f"{n} has a gradient on no owner"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -723,6 +649,12 @@ def fresh(name):
 # the table: modules x wrappers x world sizes
 
 
+def begin_alike(module):
+    """Where a wrapper does not do it, a script has to: send rank 0's values to all ranks."""
+    for t in itertools.chain(module.parameters(), module.buffers()):
+        dist.broadcast(t.data, 0)
+
+
 class Oracle(nn.Module):
     """An oracle of oracle.py, with the methods of a wrapper. `distributed` calls
     `reduce_gradients` after the backwards of a step."""
@@ -746,6 +678,10 @@ class Oracle(nn.Module):
 class Naive(Oracle):
     """`average_gradients`: two collectives per parameter, after the backward."""
     factor = None
+
+    def __init__(self, module):
+        super().__init__(module)
+        begin_alike(module)
 
     def set_gradient_divide_factor(self, factor):
         self.factor = factor
@@ -801,16 +737,13 @@ class ByHand(Oracle):
 
 def fsdp2(module, policy=MixedPrecisionPolicy(), units=None):
     """fully_shard on units, which are the elements of lists unless given, and on the root."""
+    begin_alike(module)
     if units is None:
         units = itertools.chain(*(m for m in module.modules() if isinstance(m, nn.ModuleList)))
     for m in (*units, module):
         mesh = dist.DeviceMesh("cpu", range(dist.get_world_size()))
         fully_shard(m, mesh=mesh, mp_policy=policy)
     return module
-
-
-def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, except on NCCL
-    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def uncut(stage, module, parameters=None, **options):
@@ -822,66 +755,26 @@ def uncut(stage, module, parameters=None, **options):
     return model
 
 
-def no_state():
-    return None
-
-
-def one_node():
-    return HierarchicalState(dist.get_world_size())
-
-
-# name -> (a function that makes the hook's state, the hook)
-HOOKS = {"bf16": (no_state, bf16_hook),
-         "powersgd": (partial(powerSGD_hook.PowerSGDState, None, 2, 2, 0.5),
-                      powerSGD_hook.powerSGD_hook),
-         "topk": (partial(TopKState, 0.1), top_k_hook),
-         "all": (partial(TopKState, 1.0), top_k_hook),
-         "nodes of 2": (partial(HierarchicalState, 2), hierarchical_hook),
-         "one node": (one_node, hierarchical_hook)}
-
-
-def hooked(wrap, hook, module):
-    model = wrap(module)
-    make_state, hook = HOOKS[hook]
-    model.register_comm_hook(make_state(), hook)
-    return model
-
-
 BF16 = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 our_ddp = partial(DDP, find_unused_parameters=True)
 torch_ddp = partial(DistributedDataParallel, find_unused_parameters=True)
-# Named as those with guards: ranks send each other the name, and bytes are compared.
-plain_ddp = partial(type("DDP", (PlainDDP,), {}), find_unused_parameters=True)
-PLAIN = {"ddp": plain_ddp, "ddp, 1 kB": partial(plain_ddp, bucket_cap_mb=0.001),
-         "zero1": type("Zero1", (PlainZero1,), {}), "zero2": type("Zero2", (PlainZero2,), {}),
-         "zero3": type("Zero3", (PlainZero3,), {})}
-BY_HAND = {f"stage {stage} by hand": partial(ByHand, stage) for stage in (1, 2, 3)}
 WRAPPERS = {
-    "naive": Naive, **BY_HAND, "ddp": our_ddp, **STAGES,
-    "torch ddp": torch_ddp, "fsdp2": fsdp2,
-    "fsdp2 bf16": partial(fsdp2, policy=MixedPrecisionPolicy(*BF16.values())),
-    "ddp, 1 a bucket": partial(our_ddp, bucket_cap_mb=1e-6),
+    "naive": Naive,
+    "stage 1 by hand": partial(ByHand, 1),
+    "stage 2 by hand": partial(ByHand, 2),
+    "stage 3 by hand": partial(ByHand, 3),
+    "ddp": our_ddp,
     "ddp, 1 kB": partial(our_ddp, bucket_cap_mb=0.001),
+    "ddp, 1 a bucket": partial(our_ddp, bucket_cap_mb=1e-6),
     "ddp unsynced": partial(our_ddp, forward_sync_buffers=False),
-    "torch ddp unsynced": partial(torch_ddp, forward_sync_buffers=False)}
-for name, wrap in PLAIN.items():
-    WRAPPERS[f"{name} without guards"] = wrap
-for hook in HOOKS:
-    WRAPPERS[f"ddp {hook}"] = partial(hooked, our_ddp, hook)
-    WRAPPERS[f"torch ddp {hook}"] = partial(hooked, DistributedDataParallel, hook)
-for name, stage in STAGES.items():
-    WRAPPERS[f"{name} in ones"] = partial(stage, shard_size=1)
-    WRAPPERS[f"{name} in twos"] = partial(stage, shard_size=2)
-    WRAPPERS[f"{name} bf16"] = partial(stage, **BF16)
-    WRAPPERS[f"{name} uncut"] = partial(uncut, stage)
-    WRAPPERS[f"{name} uncut in twos"] = partial(uncut, stage, shard_size=2)
-    WRAPPERS[f"{name} uncut bf16"] = partial(uncut, stage, **BF16)
-OPTIMIZERS = {
-    "foreach": partial(adamw, foreach=True),
-    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "muon": muon_and_adamw, "lamb": Lamb,
-    "adafactor": partial(torch.optim.Adafactor, foreach=False),
-    "redundancy": partial(adamw, kind=ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)}
+    **STAGES,
+    "zero1 bf16": partial(Zero1, **BF16),
+    "zero2 bf16": partial(Zero2, **BF16),
+    "zero3 bf16": partial(Zero3, **BF16),
+    "torch ddp": torch_ddp,
+    "torch ddp unsynced": partial(torch_ddp, forward_sync_buffers=False),
+    "fsdp2": fsdp2,
+    "fsdp2 bf16": partial(fsdp2, policy=MixedPrecisionPolicy(*BF16.values()))}
 
 
 @contextmanager
@@ -940,7 +833,6 @@ def full_table():
        trains(3, "zero1", "odd", "experts", "again"),
        trains(3, "zero2", "odd", "skipping"),
        trains(3, "zero3", *ORDERS),
-       trains(2, "ddp all", *SUMS),
        trains(4, "ddp, 1 a bucket", *SUMS),
        trains(4, "zero3", "experts", "skipping"),
        # A product with 1/3 or 1/5 rounds, before the sum.
@@ -964,25 +856,26 @@ def full_table():
        # A backward inside a forward.
        *(trains(2, wrapper, "inside") for wrapper in ("ddp, 1 kB", *STAGES)),
        *only_full(full_table()), limit_s=120)
-def bits_of_one_process(wrapper, modules, micro_steps=1, each_synced=False, factor=1,
-                        optimizer=None):
-    """DDP, in buckets of any size, each stage, and the oracles of oracle.py give the bits
-    of one process: any module, any number of ranks, accumulated in no_sync(), clipped. Stages 2 and
-    3 do so however micro batches are dealt to ranks; with uncut parameters for Muon, Adafactor and
-    LAMB, too. factor: of set_gradient_divide_factor()."""
-    W = dist.get_world_size()
-    groups = dealt(W, micro_steps, each_synced)
+def bits_of_one_process(wrapper, modules, **options):
+    """DDP, in buckets of any size, each stage, and the oracles of oracle.py give the bits of one
+    process: any module, any number of ranks, accumulated in no_sync(), clipped. Stages 2 and 3 do
+    so however micro batches are dealt to ranks. factor: of set_gradient_divide_factor()."""
+    for name in modules:
+        if name == "mixed" and "each_synced" in options:
+            continue  # a 16-bit sum is rounded after each micro-step, that of ranks only once
+        compare(WRAPPERS[wrapper], name, f"{wrapper}, {name}", **options)
+
+
+def compare(wrap, name, where, micro_steps=1, each_synced=False, factor=1, optimizer=None):
+    """Train a module in one process and on these ranks, in a wrapper: all bits are the same."""
+    groups = dealt(dist.get_world_size(), micro_steps, each_synced)
+    expected, by_group = reference(name, groups, factor or dist.get_world_size(), optimizer)
     kind = "micro batch" if each_synced else "rank"
     who = [f"{kind} {number}" for number in range(len(groups))]
-    for name in modules:
-        if name == "mixed" and each_synced:
-            continue  # a 16-bit sum is rounded after each micro-step, that of ranks only once
-        expected, by_group = reference(name, groups, factor or W, optimizer)
-        contributions = {what: dict(zip(who, by_group[what])) for what in by_group}
-        with unwritten_is_nan():
-            found = distributed(wrapper, name, micro_steps, each_synced, factor,
-                                optimizer=optimizer)
-        same_bits(expected, found, f"{wrapper}, {name}", contributions)
+    contributions = {what: dict(zip(who, by_group[what])) for what in by_group}
+    with unwritten_is_nan():
+        found = distributed(wrap, name, micro_steps, each_synced, factor, optimizer=optimizer)
+    same_bits(expected, found, where, contributions)
 
 
 @check(*grid(W=(2, 3), stage=(1, 2), modules=(("even", "mixed"),)),
@@ -997,8 +890,8 @@ def stages_are_the_oracles(stage, modules):
             # Stage 1 adds a rank's own micro-steps first: Zero1 does so in no_sync().
             options = dict(micro_steps=micro_steps, each_synced=stage > 1)
             with unwritten_is_nan():
-                expected = distributed(f"stage {stage} by hand", name, **options)
-            found = distributed(f"zero{stage}", name, **options)
+                expected = distributed(partial(ByHand, stage), name, **options)
+            found = distributed(STAGES[f"zero{stage}"], name, **options)
             same_bits(expected, found, f"zero{stage}, {name}, {micro_steps} micro-steps")
 
 
@@ -1014,16 +907,13 @@ def torch_row(torchs, ours, *modules, **options):
 
 @check(torch_row("torch ddp", "ddp", micro_steps=2, buffers=True),
        torch_row("torch ddp unsynced", "ddp unsynced", "mixed", buffers=True),
-       torch_row("torch ddp bf16", "ddp bf16", "gpt"),
-       torch_row("torch ddp powersgd", "ddp powersgd", "gpt"),
-       torch_row("torch ddp topk", "ddp topk", "gpt"),
-       torch_row("torch ddp", "zero1", "gpt", "odd", torch_optimizer="redundancy"),
+       torch_row("torch ddp", "zero1", "gpt", "odd", torch_optimizer=redundancy),
        torch_row("fsdp2", "zero2", "lora"),
        torch_row("fsdp2", "zero3", "gpt"),
        torch_row("fsdp2 bf16", "zero1 bf16", "gpt"),
        torch_row("fsdp2 bf16", "zero2 bf16", "gpt"),
        torch_row("fsdp2 bf16", "zero3 bf16", "gpt", odd_step=two_forwards),
-       *only_full([torch_row("torch ddp", "zero1", "lora", "again", torch_optimizer="redundancy"),
+       *only_full([torch_row("torch ddp", "zero1", "lora", "again", torch_optimizer=redundancy),
                    torch_row("fsdp2", "zero2", "gpt"),
                    torch_row("fsdp2", "zero3", "lora"),
                    torch_row("fsdp2 bf16", "zero3 bf16", "gpt"),
@@ -1031,10 +921,10 @@ def torch_row(torchs, ours, *modules, **options):
 def bits_of_torch(torchs, ours, modules, torch_optimizer=None, **options):
     """At W = 2 torch's DDP, ZeroRedundancyOptimizer and FSDP2 have the same bits: gradients, which
     are None, parameters, in DDP buffers; FSDP2 under its bf16 policy too, with two forwards before
-    a backward, and DDP with torch's comm hooks."""
+    a backward."""
     for name in modules:
-        expected = distributed(torchs, name, optimizer=torch_optimizer, **options)
-        found = distributed(ours, name, **options)
+        expected = distributed(WRAPPERS[torchs], name, optimizer=torch_optimizer, **options)
+        found = distributed(WRAPPERS[ours], name, **options)
         same_bits(expected, found, f"{ours}, {name}")
 
 
@@ -1044,12 +934,18 @@ OF_TORCH = ("torch ddp", "fsdp2")
 @check(limit_s=600)
 def own_module(wrapper, file):
     """For --module: the module of a file has the bits of one process in each of three steps."""
-    is_torch = wrapper in OF_TORCH
-    W = dist.get_world_size()
-    factor = W if is_torch else 1
-    expected, _ = reference(file, dealt(W, 1, each_synced=False), factor)
-    found = distributed(wrapper, file, factor=None if is_torch else 1)
-    same_bits(expected, found, wrapper)
+    task = task_of(file)
+
+    def wrap(module):
+        options = {}
+        if task.units is not None and wrapper in (*STAGES, "fsdp2"):
+            options["units"] = task.units(module)
+        if task.uncut is not None and wrapper in STAGES:
+            return uncut(STAGES[wrapper], module, task.uncut(module), **options)
+        return WRAPPERS[wrapper](module, **options)
+
+    # Torch's own have no set_gradient_divide_factor() that all of these understand.
+    compare(wrap, file, wrapper, factor=None if wrapper in OF_TORCH else 1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1252,12 +1148,12 @@ def live_bytes():
 # -------------------------------------------------------------------------------------------------
 # the frame: ranks, and the table of rows
 #
-# `Ranks` holds W processes that run a check together, `run_rows` takes row after row and prints a
-# line for each. Starting a group costs more than most checks, so it stays for the next ones.
+# `Ranks` holds W processes that run a check together; tests/conftest.py has its ranks from here,
+# too. Starting a group costs more than most checks, so it stays for the next ones.
 
 
 def end_with_parent():
-    """End this rank when verify.py is killed; a rank that waits for a call would wait for ever."""
+    """End this rank when its parent is killed: else it would wait for a call for ever."""
     multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
 
@@ -1289,7 +1185,7 @@ def attempt(function, arguments):
     gc.freeze()  # `live_bytes` need not look at what there is already
     try:
         return function(**arguments)
-    except Exception as error:
+    except BaseException as error:  # also what pytest or sys.exit() raises
         frames = traceback.extract_tb(error.__traceback__)
         ours = [frame for frame in frames if str(HERE) in frame.filename]
         place = ours[-1]
@@ -1309,10 +1205,11 @@ class Ranks:
     def __init__(self, W):
         self.folder = tempfile.mkdtemp()
         n_processes = W if W <= 4 else 1
+        context = multiprocessing.get_context("forkserver")
         self.pools = []
         for rank in range(n_processes):
             arguments = rank, W, self.folder
-            self.pools.append(ProcessPoolExecutor(1, fork_server(), join_group, arguments))
+            self.pools.append(ProcessPoolExecutor(1, context, join_group, arguments))
         futures = [pool.submit(os.getpid) for pool in self.pools]
         self.pids = [future.result() for future in futures]
 
@@ -1377,16 +1274,18 @@ class Groups:
             ranks.kill()
 
 
+@dataclasses.dataclass
 class Row:
-    """A check with arguments, on W ranks. Its name, by which it can be chosen, is such as
-    "bits_of_one_process W=2 zero3, factor 1"."""
+    """A check with arguments, on W ranks. Its name, by which it is chosen, is such as
+    "bits_of_one_process W=2 zero3, all modules"."""
+    check: object
+    W: int
+    arguments: dict
+    counts: bool = True  # otherwise a failure is only shown
 
-    def __init__(self, function, arguments, counts=True):
-        self.function = function
-        self.counts = counts  # otherwise a failure is only shown
-        self.arguments = dict(arguments)
-        self.only_full = self.arguments.pop("only_full", False)
-        self.W = self.arguments.pop("W")
+    @property
+    def words(self):
+        """What the arguments say: values that speak for themselves, others with their names."""
         words = []
         for name, value in self.arguments.items():
             if value == MODULES:
@@ -1394,87 +1293,64 @@ class Row:
             elif isinstance(value, tuple):
                 words.append(" ".join(value))
             elif isinstance(value, str):
-                words.append(value)  # it speaks for itself
+                words.append(value)
             else:
                 words.append(getattr(value, "__name__", f"{name} {value}"))
-        self.words = words
-        self.text = ", ".join(words)
-        self.name = f"{function.__name__} W={self.W} {self.text}"
+        return words
+
+    @property
+    def name(self):
+        return f"{self.check.__name__} W={self.W} {', '.join(self.words)}"
 
     def run(self, groups):
-        """-> (outcome, text)"""
+        """-> (outcome, a line that says so)"""
+        start_s = time.monotonic()
+        outcome, text = "passed", ", ".join(self.words)
         try:
-            groups.run(self.function, self.arguments, self.W, self.function.limit_s)
+            groups.run(self.check, self.arguments, self.W, self.check.limit_s)
         except AssertionError as error:
-            if not self.counts:
-                return "skipped", f"{self.text}, not counted: {error}"
-            return "failed", f"FAILED {self.text}\n    {error}"
-        return "passed", self.text
+            outcome = "failed" if self.counts else "skipped"
+            text = f"FAILED {text}\n    {error}" if self.counts else f"{text}, not counted: {error}"
+        seconds = time.monotonic() - start_s
+        return outcome, f"{self.check.__name__:22s} {self.W:>4} {seconds:7.1f}  {text}"
 
 
-def run_rows(rows, lanes):
-    """Run rows, print a line for each, return [(outcome, line)]. In three lanes at once, each with
-    its own {W: group}; the last one has only rows that need no ranks, as these mostly wait."""
-    found = []
-    with_ranks = iter([row for row in rows if row.W > 0])
-    without = iter([row for row in rows if row.W == 0])
-
-    def run_lane(rows, groups):
-        for row in rows:
-            start_s = time.monotonic()
-            outcome, text = row.run(groups)
-            seconds = time.monotonic() - start_s
-            W = row.W if row.W > 0 else ""
-            line = f"{row.function.__name__:30s} {W:>4} {seconds:7.1f}  {text}"
-            print(line, flush=True)
-            found.append((outcome, line))
-
-    first, second, third = lanes
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        futures = [pool.submit(run_lane, itertools.chain(with_ranks, without), first),
-                   pool.submit(run_lane, itertools.chain(with_ranks, without), second),
-                   pool.submit(run_lane, without, third)]
-    for future in futures:
-        future.result()  # raises what a lane has raised
-    assert len(found) == len(rows), f"{len(found)} of {len(rows)} rows have run"
-    return found
+def rows_of(check, is_full):
+    rows = []
+    for arguments in check.rows:
+        arguments = dict(arguments)
+        if not arguments.pop("only_full", False) or is_full:
+            rows.append(Row(check, arguments.pop("W"), arguments))
+    return rows
 
 
 def run_parts(parts):
-    """Run {claim: rows} one after the other, each claim above its rows; return the number of
-    failures. They are printed once more at the end, where they are seen."""
-    print(f"{'check':30s} {'W':>4s} {'seconds':>7s}")
+    """Run {claim: rows}, print each claim and a line for each of its rows; return the number of
+    failures. These are printed once more at the end, where they are seen."""
+    print(f"{'check':22s} {'W':>4s} {'seconds':>7s}")
     found = []
-    lanes = ({}, {}, {})
+    lanes = Groups(), Groups()  # rows run in two lanes at once
     for claim, rows in parts.items():
-        if claim:
-            print(f"\n{claim}:\n")
-        found += run_rows(rows, lanes)
+        print(f"\n{claim}:\n")
+        left = iter(rows)
+
+        def run_lane(groups):
+            for row in left:
+                outcome, line = row.run(groups)
+                print(line, flush=True)
+                found.append((outcome, line))
+
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            list(pool.map(run_lane, lanes))  # raises what a lane has raised
     for groups in lanes:
-        for ranks in groups.values():
-            ranks.kill()
-    outcomes = Counter(outcome for outcome, _ in found)
+        groups.kill()
     for outcome, line in found:
         if outcome == "failed":
             print(line)
+    outcomes = Counter(outcome for outcome, _ in found)
     skipped = f", {outcomes['skipped']} skipped" if outcomes["skipped"] else ""
     print(f"{outcomes['passed']} passed, {outcomes['failed']} failed{skipped}")
     return outcomes["failed"]
-
-
-def all_checks():
-    return [value for value in globals().values() if hasattr(value, "rows")]
-
-
-def rows_of(checks, is_full=False, names=()):
-    rows = []
-    for function in checks:
-        for arguments in function.rows:
-            row = Row(function, arguments)
-            is_chosen = not names or any(name in row.name for name in names)
-            if is_chosen and (is_full or not row.only_full):
-                rows.append(row)
-    return rows
 
 
 def rows_of_file(file, parser):
@@ -1490,34 +1366,39 @@ def rows_of_file(file, parser):
         fact = " ".join(f"{file}: {type(error).__name__}: {error}".split())
         parser.exit(2, f"verify.py: {fact}\n")
     rows = []
-    for arguments in grid(W=(1, 2, 3), wrapper=("naive", "ddp", *STAGES, *OF_TORCH), file=(path,)):
-        rows.append(Row(own_module, arguments, counts=arguments["wrapper"] not in OF_TORCH))
+    for W in (1, 2, 3):
+        for wrapper in ("naive", "ddp", *STAGES, *OF_TORCH):
+            arguments = dict(wrapper=wrapper, file=path)
+            rows.append(Row(own_module, W, arguments, counts=wrapper not in OF_TORCH))
     return rows
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME",
-                        help="only rows whose name has NAME in it, such as scripts, or "
-                             "'one_process W=2 zero3'; proof: the proof alone")
+                        help="only rows whose name has NAME in it, such as 'one_process W=2 zero3'")
     parser.add_argument("--full", action="store_true", help="all rows, not samples")
     parser.add_argument("--list", action="store_true", help="list the checks and their claims")
     parser.add_argument("--module", metavar="FILE", help="compare all wrappers of its module()")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all, not the row that is under way
-    if options.module:
-        parts = {"": rows_of_file(options.module, parser)}
-    elif options.names == ["proof"]:
-        parts = {claim: rows_of(some, options.full) for claim, some in PROOF.items()}
-    else:
-        parts = {"": rows_of(all_checks(), options.full, options.names)}
-        if not parts[""]:
-            parser.exit(2, f"verify.py: no row has a name with {' or '.join(options.names)}: "
-                           f"--list shows checks, and some rows run with --full only\n")
     if options.list:
-        for function in dict.fromkeys(row.function for rows in parts.values() for row in rows):
-            print(f"{function.__name__:30s} {' '.join(function.__doc__.split())}")
+        for checks in PROOF.values():
+            for function in checks:
+                print(f"{function.__name__:22s} {' '.join(function.__doc__.split())}")
         return 0
+    parts = {}
+    if options.module:
+        parts[own_module.__doc__] = rows_of_file(options.module, parser)
+    for claim, checks in PROOF.items():
+        for row in itertools.chain(*(rows_of(check, options.full) for check in checks)):
+            is_chosen = not options.names or any(name in row.name for name in options.names)
+            if is_chosen and not options.module:
+                parts.setdefault(claim, []).append(row)
+    if not parts:
+        parser.exit(2, f"verify.py: no row has a name with {' or '.join(options.names)}: --list "
+                       f"shows checks, some rows run with --full only, and `python -m pytest -k "
+                       f"NAME` runs what is in tests/\n")
     return 1 if run_parts(parts) else 0
 
 

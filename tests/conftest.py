@@ -38,6 +38,28 @@ def pytest_configure():
                       TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
 
 
+# What the server loads for all ranks and runs, also what torch imports only when it is used: the
+# parts of torch.compile take 2.5 s.
+PRELOAD = ["verify", "pytest", *(path.stem for path in HERE.glob("*.py")), "torch._dynamo",
+           "torch.distributed.checkpoint", "tiktoken", "regex", "numpy.ma", "functorch.compile",
+           "torch.distributed.fsdp.sharded_grad_scaler"]
+
+
+def pytest_sessionstart(session):
+    """Start the server that forks ranks, wherever tests run: not in the process that only deals
+    them out to workers. It loads torch while this process collects tests."""
+    config = session.config
+    deals = config.option.dist != "no" and not hasattr(config, "workerinput")
+    if deals or config.option.collectonly:
+        return
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()  # what ranks print is shown with the test
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        multiprocessing.forkserver.ensure_running()
+    capture.suspend_global_capture()
+
+
 @pytest.hookimpl(trylast=True)  # so that W comes last in ids
 def pytest_generate_tests(metafunc):
     ranks = metafunc.definition.get_closest_marker("ranks")
@@ -69,12 +91,8 @@ def W():
 @pytest.fixture(autouse=True, scope="session")
 def groups():
     """The ranks of this process."""
-    import verify
+    import verify  # not above: the process that deals tests out does without torch
 
-    modules = [path.stem for path in HERE.glob("*.py")]
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        verify.fork_server(*modules)
-        multiprocessing.forkserver.ensure_running()
     groups = verify.Groups()
     yield groups
     groups.kill()
@@ -114,11 +132,14 @@ def pytest_pyfunc_call(pyfuncitem):
         return None
     function = pyfuncitem.obj
     arguments = {name: given[name] for name in inspect.signature(function).parameters}
+    call = dict(function=function, arguments=arguments)
     try:
-        reason = given["groups"].run(on_rank, dict(function=function, arguments=arguments),
-                                     given["W"], limit_of(pyfuncitem, 60))
+        reason = given["groups"].run(on_rank, call, given["W"], limit_of(pyfuncitem, 60))
+        fact = None
     except AssertionError as error:
-        pytest.fail(str(error), pytrace=False)
+        fact = str(error)
+    if fact:
+        pytest.fail(fact, pytrace=False)
     if reason:
         pytest.skip(reason)
     return True

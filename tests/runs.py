@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from verify import fork_server, HERE
+from verify import HERE
 
 # A rate so high, and constant, that any difference shows in the hash after four steps. Everything
 # is evaluated and compared over ranks in each of them.
@@ -33,6 +33,7 @@ TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, g
             max_steps=4, device="cpu", min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
             lr=0.01, sample_tokens=4, save_interval=0, check_interval=1, dataset=HERE / "model.py")
 LIMIT_S = 60  # of a run
+FORK = multiprocessing.get_context("forkserver")  # whose server conftest.py has started
 
 
 def flags(**options):
@@ -94,7 +95,7 @@ def run_train(out_dir, W=1, plant=nothing, argv=None, **options):
                            LOCAL_WORLD_SIZE=str(W), MASTER_ADDR="localhost",
                            MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
         arguments = words, str(folder / str(rank)), environment if W > 1 else {}, plant
-        process = fork_server().Process(target=execute, args=arguments)
+        process = FORK.Process(target=execute, args=arguments)
         process.start()
         # Or another thread's next start() may read the exit code first, and here it would be 255.
         multiprocessing.process._children.discard(process)

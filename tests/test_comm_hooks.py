@@ -10,7 +10,8 @@ import torch.distributed as dist
 from ddp import DDP
 from oracle import average_gradients
 from trainer.comm_hooks import top_k_hook, TopKState
-from verify import fresh, gather, zoo_loss
+from verify import compare, distributed, fresh, gather, same_bits, zoo_loss
+from wrappers import WRAPPERS
 
 
 @pytest.mark.ranks(1, 2)
@@ -47,3 +48,19 @@ def test_top_k_loses_nothing():
     assert n_buckets > 1 and indices == 4 * [*range(n_buckets)], f"buckets are numbered {indices}"
     (zoo_loss(model, 0, rank) * math.inf).backward()
     assert all(t.isfinite().all() for t in state.residual.values()), "an inf stays for ever"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("hook", ["bf16", "powersgd", "topk"])
+def test_hooks_have_the_bits_of_torch(hook):
+    """DDP ends on the bits of torch's DDP with the same comm hook."""
+    expected = distributed(WRAPPERS[f"torch ddp {hook}"], "gpt")
+    found = distributed(WRAPPERS[f"ddp {hook}"], "gpt")
+    same_bits(expected, found, hook)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["odd", "mixed"])
+def test_top_k_of_all_is_the_mean(name):
+    """Top-k that sends everything has the bits of one process."""
+    compare(WRAPPERS["ddp all"], name, f"ddp all, {name}")

@@ -16,7 +16,8 @@ import torch.nn as nn
 import ddp
 from common import native, planted, raises
 from ddp import DDP
-from verify import BF16, every_collective, fresh, live_bytes, our_ddp, small_gpt, WRAPPERS
+from verify import BF16, every_collective, fresh, live_bytes, our_ddp, small_gpt
+from wrappers import WRAPPERS
 from zero import Zero2
 
 

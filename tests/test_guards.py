@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from common import full_training, planted, raises, training, two_at_a_time
 from ddp import DDP
 from runs import temporary
-from verify import (difference, distributed, every_collective, fresh, HERE, no_sync, PLAIN,
-                    plain_names, same_bits, STAGES, WRAPPERS, zoo_loss)
+from verify import (difference, distributed, every_collective, fresh, HERE, no_sync, plain_names,
+                    same_bits, STAGES, zoo_loss)
+from wrappers import PLAIN, WRAPPERS
 
 
 def recorded(wrapper, name, **options):
@@ -37,7 +38,7 @@ def recorded(wrapper, name, **options):
         sent.append((operation, [t.nbytes for t in tensors if torch.is_tensor(t)]))
 
     with every_collective(note):
-        return distributed(wrapper, name, **options), sent
+        return distributed(WRAPPERS[wrapper], name, **options), sent
 
 
 @pytest.mark.limit(120)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from common import on_meta
-from params import full
 from model import GPT, GPTConfig, PRESETS
+from params import full
 from runs import finish, refused, temporary
 from verify import HERE, same_bits, small_gpt
 

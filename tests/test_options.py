@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from common import full_training, native, planted, raises, training
 from params import full
 from verify import Block, distributed, every_collective, no_sync, Odd, same_bits, two_forwards
+from wrappers import foreach, Lamb, muon, sgd, WRAPPERS
 
 
 def forwards_between(model, loss):
@@ -85,7 +86,7 @@ def full_options():
     for wrapper in ("ddp all", "ddp one node", "zero1 in ones", "zero3 in ones"):
         yield full_training(3, wrapper)
     for wrapper in ("zero1", "zero3"):
-        for optimizer in ("sgd", "foreach"):
+        for optimizer in (sgd, foreach):
             yield full_training(2, wrapper, optimizer=optimizer)
     for odd_step in ODD_STEPS:
         for wrapper in ("ddp, 1 kB", "zero3"):
@@ -94,9 +95,9 @@ def full_options():
 
 def assert_same(wrapper, modules, naive="naive", around=None, **options):
     for name in modules:
-        expected = distributed(naive, name, **options)
+        expected = distributed(WRAPPERS[naive], name, **options)
         with AROUND[around]() if around else nullcontext():
-            found = distributed(wrapper, name, **options)
+            found = distributed(WRAPPERS[wrapper], name, **options)
         same_bits(expected, found, f"{wrapper}, {name}")
 
 
@@ -118,19 +119,19 @@ def assert_same(wrapper, modules, naive="naive", around=None, **options):
     training(3, "ddp one node", "gpt", "odd", "mixed"),
     training(4, "zero1 in twos", "gpt", naive="ddp nodes of 2"),
     training(4, "zero3 in twos", "gpt", naive="ddp nodes of 2"),
-    training(4, "zero1 uncut in twos", "gpt", naive="ddp nodes of 2", optimizer="lamb"),
-    training(4, "zero3 uncut in twos", "gpt", naive="ddp nodes of 2", optimizer="muon"),
-    training(2, "zero3 uncut", "gpt", "odd", around="NCCL's collectives", optimizer="muon"),
-    training(3, "zero2 uncut", "gpt", "odd", around="NCCL's collectives", optimizer="lamb"),
-    training(3, "zero1 uncut", "again", around="rank 2 late", optimizer="lamb"),
+    training(4, "zero1 uncut in twos", "gpt", naive="ddp nodes of 2", optimizer=Lamb),
+    training(4, "zero3 uncut in twos", "gpt", naive="ddp nodes of 2", optimizer=muon),
+    training(2, "zero3 uncut", "gpt", "odd", around="NCCL's collectives", optimizer=muon),
+    training(3, "zero2 uncut", "gpt", "odd", around="NCCL's collectives", optimizer=Lamb),
+    training(3, "zero1 uncut", "again", around="rank 2 late", optimizer=Lamb),
     training(2, "zero3 uncut bf16", "gpt", "lora", naive="zero3 bf16"),
-    training(2, "zero3 uncut", "odd", "lora", odd_step=forwards_between, optimizer="muon"),
+    training(2, "zero3 uncut", "odd", "lora", odd_step=forwards_between, optimizer=muon),
     training(2, "zero2 uncut", "odd", "lora", odd_step=no_sync_around_backward,
-           optimizer="lamb"),
-    training(2, "zero1", "lora", "odd", optimizer="sgd"),
-    training(2, "zero3", "lora", "odd", optimizer="sgd"),
-    training(3, "zero2", "lora", "odd", optimizer="foreach"),
-    training(3, "zero3", "lora", "odd", optimizer="foreach"),
+           optimizer=Lamb),
+    training(2, "zero1", "lora", "odd", optimizer=sgd),
+    training(2, "zero3", "lora", "odd", optimizer=sgd),
+    training(3, "zero2", "lora", "odd", optimizer=foreach),
+    training(3, "zero3", "lora", "odd", optimizer=foreach),
     *(training(2, "ddp, 1 kB", "odd", "lora", odd_step=odd_step) for odd_step in ODD_STEPS),
     *(training(2, "zero3", "odd", "lora", odd_step=odd_step) for odd_step in ODD_STEPS),
     *full_options()])

@@ -1,5 +1,7 @@
 """The rows of verify.py."""
 
+import itertools
+
 import pytest
 
 from params import slug
@@ -7,14 +9,15 @@ from verify import PROOF, rows_of
 
 
 def parameters():
-    for checks in PROOF.values():
-        for row in rows_of(checks, is_full=True):
-            words = [row.function.__name__, *row.words]
+    for check in itertools.chain(*PROOF.values()):
+        samples = rows_of(check, is_full=False)
+        for row in rows_of(check, is_full=True):
+            words = [row.check.__name__, *row.words]
             name = "-".join([*map(slug, words), f"W{row.W}"])
-            marks = [pytest.mark.limit(row.function.limit_s)]
-            if row.only_full:
+            marks = [pytest.mark.limit(row.check.limit_s)]
+            if row not in samples:
                 marks.append(pytest.mark.full)
-            yield pytest.param(row.function, row.arguments, row.W, id=name, marks=marks)
+            yield pytest.param(row.check, row.arguments, row.W, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("check, arguments, W", parameters())

@@ -1,5 +1,6 @@
 """README.md: its commands, numbers, names and breaks."""
 
+import itertools
 import math
 import os
 import re
@@ -16,11 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from common import two_at_a_time
-from params import full
 from ddp import DDP
+from params import full, slug
 from runs import finish, run_train, temporary
-from verify import all_checks, gather, HERE, rows_of, STAGES
+from verify import gather, HERE, PROOF, rows_of, STAGES
 
 
 def blocks_of(language):
@@ -165,27 +165,40 @@ def test_readme_has_these_numbers(mode):
     assert_in_readme("parameters", parameters())
 
 
-def is_caught(file, old, new, name):
-    """Whether a check fails in a copy of the tree in which a file has new for old: a check that
-    passes on broken code is worth nothing."""
+def arguments_of(command):
+    """How a test runs a command of the README: with this Python, whatever PATH has."""
+    program, *rest = shlex.split(command)
+    return [sys.executable, *(["-m", "pytest"] if program == "pytest" else []), *rest]
+
+
+def breaks():
+    """The README's tables of breaks as parameters: a file, a line of it, what is put there, and the
+    command of a check."""
+    row = r"^\| \[(\S+)\]\(\1\) `(.*?)` \| `(.*?)` \|.*\| `([^`]+)` \|$"
+    found = re.findall(row, (HERE / "README.md").read_text(), re.MULTILINE)
+    assert found, "no table of breaks"
+    return [pytest.param(*values, id=slug(" ".join(values[:2]))) for values in found]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("file, old, new, command", breaks())
+def test_breaks_are_caught(file, old, new, command, tmp_path):
+    """In a copy of the tree in which a line of the README's tables is broken the check fails: one
+    that passes on broken code is worth nothing."""
     text = (HERE / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} times {old}"
-    with temporary() as folder:
-        for pattern in ("*.py", "*.md", "*.sh", "*.toml", "trainer/*.py", "tests/*.py"):
-            for path in HERE.glob(pattern):
-                copy = folder / path.relative_to(HERE)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, copy)  # without its mode: it may be read-only
-        (folder / file).write_text(text.replace(old, new))
-        done = subprocess.run([sys.executable, "verify.py", name], cwd=folder, capture_output=True)
-    return done.returncode == 1 and b"FAILED" in done.stdout
+    for pattern in ("*.py", "*.md", "*.sh", "*.toml", "trainer/*.py", "tests/*.py"):
+        for path in HERE.glob(pattern):
+            copy = tmp_path / path.relative_to(HERE)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)  # without its mode: it may be read-only
+    (tmp_path / file).write_text(text.replace(old, new))
+    done = subprocess.run(arguments_of(command), cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("n", [0, full(99)])
-@pytest.mark.limit(3600)
-def test_readme_leads_there(n):
-    """Files, headings, functions and checks that the README names exist. By --full: with each edit
-    of its table of breaks the check that the row names fails."""
+def test_readme_leads_there():
+    """Files, headings, functions and checks that the README names exist."""
     text = (HERE / "README.md").read_text()
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = set()
@@ -196,11 +209,23 @@ def test_readme_leads_there(n):
     for names, file in re.findall(r"\[(`[^]]*`)\]\((\w+\.py)\)", prose):
         for name in re.findall(r"`(?:[A-Z]\w+\.)?(\w+)`", names):
             assert re.search(rf"\b(def|class) {name}\b", (HERE / file).read_text()), f"no {name}"
-    edits = re.findall(r"^\| \[(\S+)\]\(\1\) `(.*?)` \| `(.*?)` \|.*\| `([^`]+)` \|$", text, re.M)
-    names = set(re.findall(r"^\| \[.*\| `([^`]+)` \|$", text, re.M))  # of breaks and exercises
-    names |= set(re.findall(r'python verify.py(?:\s+--full)?\s+"?([a-z][^"`\n]*)', text))
-    assert edits, "no table of breaks"
-    for name in names - {"proof"}:
-        assert rows_of(all_checks(), is_full=True, names=[name]), f"no check is named {name}"
-    caught = two_at_a_time(is_caught, *zip(*edits[:n]))
-    assert all(caught), [edit for edit, is_seen in zip(edits, caught) if not is_seen]
+
+
+def test_readme_names_checks():
+    """Each command of the README that runs checks finds some."""
+    rows = []
+    for check in itertools.chain(*PROOF.values()):
+        rows += [row.name for row in rows_of(check, is_full=True)]
+    listing = subprocess.run([sys.executable, "-m", "pytest", "--full", "--collect-only", "-q"],
+                             cwd=HERE, capture_output=True, text=True).stdout.splitlines()
+    text = (HERE / "README.md").read_text()
+    commands = re.findall(r"`((?:python verify\.py|pytest|python -m pytest)[^`]*)`", text)
+    assert len(commands) > 40, f"{len(commands)} commands"
+    for command in set(commands):
+        words = shlex.split(command)
+        if "verify.py" in words:
+            names = [word for word in words[2:] if not word.startswith("--") and word != "own.py"]
+            assert all(any(name in row for row in rows) for name in names), f"no row: {command}"
+        elif "-k" in words:
+            parts = words[words.index("-k") + 1].split(" and ")
+            assert any(all(part in line for part in parts) for line in listing), f"none: {command}"

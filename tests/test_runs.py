@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
-from params import full, slug
 from model import GPT, GPTConfig
-from runs import (execute, fail, finish, flags, in_update, lines_of, nothing, record_trackers,
+from params import full, slug
+from runs import (execute, fail, finish, flags, FORK, in_update, lines_of, nothing, record_trackers,
                   run_train, spoil, temporary, write_line)
-from verify import adamw, clip_by_hand, fork_server, MAX_NORM, STAGES
+from verify import adamw, clip_by_hand, MAX_NORM, STAGES
 
 MODES = ("single", "naive", "ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-fsdp")
 ON_RANKS = MODES[1:]
@@ -414,8 +414,7 @@ def test_torchrun_goes_on(event):
         agents = []
         for plant, n_ranks in zip(event.plants, (2, 1)):
             arguments = folder, plant, n_ranks, len(event.plants), store.port
-            agents.append(fork_server().Process(target=under_torchrun, args=arguments,
-                                                kwargs=options))
+            agents.append(FORK.Process(target=under_torchrun, args=arguments, kwargs=options))
             agents[-1].start()
             while joins and not (out / "metrics.jsonl").exists():
                 time.sleep(0.1)

@@ -18,10 +18,11 @@ import torch.nn as nn
 import ddp
 import zero
 from common import full_training, on_meta, raises, training
-from params import full
 from model import GPT, GPTConfig, PRESETS
-from verify import (bits_of_one_process, Chain, every_collective, fresh, gather, HERE, live_bytes,
-                    ORDERS, PLAIN, same_bits, small_gpt, STAGES, uncut, WRAPPERS)
+from params import full
+from verify import (Chain, compare, every_collective, fresh, gather, HERE, live_bytes, ORDERS,
+                    same_bits, small_gpt, STAGES, uncut, zoo_loss)
+from wrappers import adafactor, Lamb, muon, PLAIN, WRAPPERS
 from zero import Zero2, Zero3
 
 FLAT_FP32 = ("gpt", "odd", "lora")
@@ -31,27 +32,48 @@ def every_uncut():
     for W, stage in product((1, 2, 3, 4), STAGES):
         wrapper = f"{stage} uncut"
         yield full_training(W, wrapper, micro_steps=2, factor=None)
-        yield full_training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer="muon")
-        yield full_training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer="lamb")
-        yield full_training(W, wrapper, "gpt", *ORDERS, optimizer="adafactor")
+        yield full_training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer=muon)
+        yield full_training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer=Lamb)
+        yield full_training(W, wrapper, "gpt", *ORDERS, optimizer=adafactor)
 
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("wrapper, modules, options, W", [
     training(3, "zero2 uncut", "odd", "lora", micro_steps=2, each_synced="announced",
-             optimizer="muon"),
-    training(2, "zero3 uncut", "gpt", "odd", "again", optimizer="muon"),
-    training(3, "zero1 uncut", "odd", "skipping", optimizer="muon"),
-    training(4, "zero2 uncut", "gpt", "lora", optimizer="lamb"),
-    training(3, "zero3 uncut", "gpt", "experts", optimizer="adafactor"),
+             optimizer=muon),
+    training(2, "zero3 uncut", "gpt", "odd", "again", optimizer=muon),
+    training(3, "zero1 uncut", "odd", "skipping", optimizer=muon),
+    training(4, "zero2 uncut", "gpt", "lora", optimizer=Lamb),
+    training(3, "zero3 uncut", "gpt", "experts", optimizer=adafactor),
     training(2, "zero2 uncut", "odd", "mixed", "caller"),
-    training(3, "zero3 uncut", "gpt", "odd", micro_steps=2, each_synced=True, optimizer="lamb"),
-    training(3, "zero1 uncut", "odd", "lora", micro_steps=2, factor=None, optimizer="muon"),
+    training(3, "zero3 uncut", "gpt", "odd", micro_steps=2, each_synced=True, optimizer=Lamb),
+    training(3, "zero1 uncut", "odd", "lora", micro_steps=2, factor=None, optimizer=muon),
     *every_uncut()])
 def test_uncut_has_the_bits_of_one_process(wrapper, modules, options):
     """With uncut parameters stages give the bits of one process, also for Muon, LAMB and Adafactor,
     which look at whole parameters."""
-    bits_of_one_process(wrapper, modules, **options)
+    for name in modules:
+        if name == "mixed" and "each_synced" in options:
+            continue  # a 16-bit sum is rounded after each micro-step, that of ranks only once
+        compare(WRAPPERS[wrapper], name, f"{wrapper}, {name}", **options)
+
+
+@pytest.mark.parametrize("W", [2, 3, 4])
+@pytest.mark.parametrize("stage", STAGES)
+def test_uncut_has_one_owner(stage):
+    """Of an uncut parameter one rank has a shard, in the parameter's shape; and after a backward
+    `.grad` is None on the others, so that every optimizer leaves it alone."""
+    for name in FLAT_FP32:
+        module = fresh(name)
+        shapes = {n: p.shape for n, p in module.named_parameters()}
+        model = uncut(STAGES[stage], module)
+        zoo_loss(model, 0, dist.get_rank()).backward()
+        for n, shard in model.named_parameters():
+            is_owner = shard.shape == shapes[n] and shard.numel() > 0
+            owners = gather(is_owner)
+            assert sum(owners) == (shapes[n].numel() > 0), f"{n} has owners {owners}"
+            is_elsewhere = any(owners) and not is_owner
+            assert not is_elsewhere or shard.grad is None, f"{n} has a gradient on no owner"
 
 
 def sizes_of_units(gpt, is_uncut):

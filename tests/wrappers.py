@@ -1,0 +1,101 @@
+"""More wrappers than verify.py has, and more optimizers."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import verify
+from ddp import HierarchicalState, PlainDDP
+from trainer.comm_hooks import hierarchical_hook, top_k_hook, TopKState
+from verify import adamw, BF16, our_ddp, STAGES, uncut
+from zero import PlainZero1, PlainZero2, PlainZero3
+
+
+def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, except on NCCL
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def no_state():
+    return None
+
+
+def one_node():
+    return HierarchicalState(dist.get_world_size())
+
+
+# name -> (a function that makes the hook's state, the hook)
+HOOKS = {"bf16": (no_state, bf16_hook),
+         "powersgd": (partial(powerSGD_hook.PowerSGDState, None, 2, 2, 0.5),
+                      powerSGD_hook.powerSGD_hook),
+         "topk": (partial(TopKState, 0.1), top_k_hook),
+         "all": (partial(TopKState, 1.0), top_k_hook),
+         "nodes of 2": (partial(HierarchicalState, 2), hierarchical_hook),
+         "one node": (one_node, hierarchical_hook)}
+
+
+def hooked(wrap, hook, module):
+    model = wrap(module)
+    make_state, hook = HOOKS[hook]
+    model.register_comm_hook(make_state(), hook)
+    return model
+
+
+# Named as those with guards: ranks send each other the name, and bytes are compared.
+plain_ddp = partial(type("DDP", (PlainDDP,), {}), find_unused_parameters=True)
+PLAIN = {"ddp": plain_ddp, "ddp, 1 kB": partial(plain_ddp, bucket_cap_mb=0.001),
+         "zero1": type("Zero1", (PlainZero1,), {}), "zero2": type("Zero2", (PlainZero2,), {}),
+         "zero3": type("Zero3", (PlainZero3,), {})}
+WRAPPERS = dict(verify.WRAPPERS)
+for name, wrap in PLAIN.items():
+    WRAPPERS[f"{name} without guards"] = wrap
+for hook in HOOKS:
+    WRAPPERS[f"ddp {hook}"] = partial(hooked, our_ddp, hook)
+    WRAPPERS[f"torch ddp {hook}"] = partial(hooked, DistributedDataParallel, hook)
+for name, stage in STAGES.items():
+    WRAPPERS[f"{name} in ones"] = partial(stage, shard_size=1)
+    WRAPPERS[f"{name} in twos"] = partial(stage, shard_size=2)
+    WRAPPERS[f"{name} uncut"] = partial(uncut, stage)
+    WRAPPERS[f"{name} uncut in twos"] = partial(uncut, stage, shard_size=2)
+    WRAPPERS[f"{name} uncut bf16"] = partial(uncut, stage, **BF16)
+
+
+class Lamb(torch.optim.Optimizer):
+    """You et al., arXiv 1904.00962: a step is as long as the norm of all of a parameter says."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, dict(lr=1e-2))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.1)
+                    change = mean + 0.1 * p
+                    ratio = p.norm() / (change.norm() + 1e-6)
+                    p.sub_(group["lr"] * ratio * change)
+
+
+def muon(parameters):
+    """Muon for the matrices, AdamW for the rest."""
+    matrices, others = [], []
+    for p in parameters:
+        group = matrices if p.dim() == 2 else others
+        group.append(p)
+    return [torch.optim.Muon(matrices, lr=1e-2), adamw(others)]
+
+
+def adafactor(parameters):
+    return torch.optim.Adafactor(parameters, foreach=False)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
+
+
+def foreach(parameters):
+    return adamw(parameters, foreach=True)
