@@ -35,6 +35,7 @@ import runpy
 import shutil
 import signal
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -71,8 +72,8 @@ from ddp import DDP
 from model import GPT, GPTConfig
 from zero import Zero1, Zero2, Zero3, find_units
 
-HERE = pathlib.Path(__file__).resolve().parent
 STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
+LIBRARIES = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # code of others
 
 
 def check(*rows, limit_s=60):
@@ -1165,6 +1166,7 @@ def join_group(rank, W, folder):
     The group's timeout is shorter than any check's limit: where one rank fails the others say what
     they were waiting for, in place of "no answer".
     """
+    gc.freeze()  # a collection would touch, and so copy, all that the server has loaded
     os.setpgid(0, 0)  # to be killed together with the programs that it starts
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
@@ -1175,7 +1177,8 @@ def join_group(rank, W, folder):
 
 
 def attempt(function, arguments):
-    """function(**arguments) on a rank; what it raises in one line, with its place in our files.
+    """function(**arguments) on a rank; what it raises in one line, with its place in a file of
+    ours, or of the user's.
 
     Nothing is left of the check before: neither its random state nor its wrappers, whose hooks are
     in reference cycles.
@@ -1187,8 +1190,7 @@ def attempt(function, arguments):
         return function(**arguments)
     except BaseException as error:  # also what pytest or sys.exit() raises
         frames = traceback.extract_tb(error.__traceback__)
-        ours = [frame for frame in frames if str(HERE) in frame.filename]
-        place = ours[-1]
+        place = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)][-1]
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         text = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split())) or place.line  # gloo's files
         file = pathlib.Path(place.filename).name
@@ -1233,7 +1235,7 @@ class Ranks:
                 ranks_of[text].append(rank)
         if working and not ranks_of:
             still = [rank for rank, future in enumerate(futures) if future in working]
-            ranks_of[f"killed after {limit_s} s, the limit of this check"] = still
+            ranks_of[f"killed after {limit_s} s, its limit"] = still
         if ranks_of:
             # What others say of a rank that has gone is told only if nobody says more.
             causes = {text: ranks for text, ranks in ranks_of.items() if "by peer" not in text}
@@ -1316,12 +1318,14 @@ class Row:
 
 
 def rows_of(check, is_full):
-    rows = []
+    """Of a check, each once: all of them have the samples, too."""
+    rows = {}
     for arguments in check.rows:
         arguments = dict(arguments)
         if not arguments.pop("only_full", False) or is_full:
-            rows.append(Row(check, arguments.pop("W"), arguments))
-    return rows
+            row = Row(check, arguments.pop("W"), arguments)
+            rows.setdefault(row.name, row)
+    return list(rows.values())
 
 
 def run_parts(parts):

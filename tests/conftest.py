@@ -16,16 +16,13 @@ verify.py's frame does the work. With pytest-xdist each worker has groups of its
 import inspect
 import multiprocessing.forkserver
 import os
-import pathlib
 import signal
 import sys
 from unittest import mock
 
 import pytest
 
-from params import slug
-
-HERE = pathlib.Path(__file__).resolve().parent
+from params import ROOT, slug
 
 
 def pytest_addoption(parser):
@@ -38,11 +35,11 @@ def pytest_configure():
                       TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
 
 
-# What the server loads for all ranks and runs, also what torch imports only when it is used: the
+# What the server loads for all ranks and runs: also what torch imports only when it is used. The
 # parts of torch.compile take 2.5 s.
-PRELOAD = ["verify", "pytest", *(path.stem for path in HERE.glob("*.py")), "torch._dynamo",
-           "torch.distributed.checkpoint", "tiktoken", "regex", "numpy.ma", "functorch.compile",
-           "torch.distributed.fsdp.sharded_grad_scaler"]
+TESTS = [path.stem for path in (ROOT / "tests").glob("*.py")]
+PRELOAD = ["verify", "pytest", *TESTS, "torch._dynamo", "torch.distributed.checkpoint", "tiktoken",
+           "regex", "numpy.ma", "functorch.compile", "torch.distributed.fsdp.sharded_grad_scaler"]
 
 
 def pytest_sessionstart(session):
@@ -111,15 +108,19 @@ def limit_of(item, default_s):
     return limit.args[0] if limit else default_s
 
 
-def too_late(*_):
-    raise TimeoutError("the limit of this test is over")
-
-
 @pytest.fixture(autouse=True)
-def limited(request):
-    """End a test that hangs in pytest's own process."""
-    signal.signal(signal.SIGALRM, too_late)
-    signal.alarm(limit_of(request.node, 600))
+def limited(W, request):
+    """End a test that hangs in pytest's own process. (A test on ranks is ended by its group.)"""
+    if W is not None:
+        yield
+        return
+    limit_s = limit_of(request.node, 600)
+
+    def end(*_):
+        raise TimeoutError(f"the limit of this test, {limit_s} s, is over")
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(limit_s)
     yield
     signal.alarm(0)
 

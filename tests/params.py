@@ -1,8 +1,11 @@
-"""Parameters of tests, and what their ids say."""
+"""Where the project is, and parameters of tests."""
 
+import pathlib
 import re
 
 import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent  # of the project
 
 
 def full(*values, **options):

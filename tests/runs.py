@@ -18,20 +18,20 @@ import shutil
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from verify import HERE
+from params import ROOT
+
 
 # A rate so high, and constant, that any difference shows in the hash after four steps. Everything
 # is evaluated and compared over ranks in each of them.
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, global_batch_size=2,
             max_steps=4, device="cpu", min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
-            lr=0.01, sample_tokens=4, save_interval=0, check_interval=1, dataset=HERE / "model.py")
+            lr=0.01, sample_tokens=4, save_interval=0, check_interval=1, dataset=ROOT / "model.py")
 LIMIT_S = 60  # of a run
 FORK = multiprocessing.get_context("forkserver")  # whose server conftest.py has started
 
@@ -59,7 +59,19 @@ def execute(argv, folder, environment, plant):
     sys.argv = ["train.py", *map(str, argv)]
     gc.freeze()  # a collection would touch, and so copy, all that the server has loaded
     plant()
-    runpy.run_path(str(HERE / "train.py"), run_name="__main__")
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+
+
+def run_alone(folder, file):
+    """Plant a run of another file, in a folder from which nothing of ours can be imported."""
+    ours = (ROOT, ROOT / "tests", ROOT / "trainer")
+    for name, module in list(sys.modules.items()):
+        if pathlib.Path(getattr(module, "__file__", None) or "").parent in ours:
+            del sys.modules[name]
+    sys.path[:] = [str(folder), *(path for path in sys.path if pathlib.Path(path) not in ours)]
+    sys.argv = [file]
+    runpy.run_path(f"{folder}/{file}", run_name="__main__")
+    sys.exit()
 
 
 @dataclasses.dataclass
@@ -82,7 +94,7 @@ def run_train(out_dir, W=1, plant=nothing, argv=None, **options):
     the server, which takes a tenth of the time. -> a Run.
 
     plant: called first on every rank. argv: instead of options. As torchrun, sends SIGTERM to the
-    others soon after a rank has failed, and SIGKILL to what is left 6 s later, or after a minute in
+    others soon after a rank has failed, and SIGKILL to what is left 4 s later, or after a minute in
     all.
     """
     words = flags(out_dir=out_dir, **options) if argv is None else argv
@@ -127,7 +139,7 @@ def wait_for_end(processes):
         if any(codes) and not has_ended_others:
             time.sleep(0.5)  # those that end by themselves may do so
             has_ended_others = True
-            deadline = time.monotonic() + 6
+            deadline = time.monotonic() + 4
             for process in processes:
                 process.terminate()
         time.sleep(0.01)
@@ -148,12 +160,6 @@ def finish(out_dir, W=1, status=0, fact="^$", **options):
 def refused(fact, out_dir, W=1, status=2, **options):
     """Assert that a run ends with one line of rank 0 that matches fact."""
     finish(out_dir, W, status, rf"\Atrain\.py: .*{fact}.*\n\Z", **options)
-
-
-@contextmanager
-def temporary():
-    with tempfile.TemporaryDirectory() as folder:
-        yield pathlib.Path(folder)
 
 
 def lines_of(path):

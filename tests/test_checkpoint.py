@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from common import two_at_a_time
-from runs import ask, finish, flags, lines_of, refused, saved, temporary, write_line
-from verify import fresh, HERE, same_bits, uncut, zoo_loss
+from params import ROOT
+from runs import ask, finish, flags, lines_of, refused, saved, write_line
+from verify import fresh, same_bits, uncut, zoo_loss
 from wrappers import adafactor
 from zero import Zero2
 
@@ -37,17 +38,17 @@ def make_unreadable(path):
 # What is no checkpoint of a run: a flag, its value and what the line names.
 MISFITS = (("n_layer", 3, r"(blocks\.2|n_layer)"), ("n_embd", 32, "(wte.weight|n_embd)"),
            ("seed", 3, "seed"), ("block_size", 8, "block_size"), ("max_steps", 3, "steps"),
-           ("global_batch_size", 8, "global_batch_size"), ("dataset", HERE / "ddp.py", "data"),
-           ("optimizer", "muon", "optimizer"), ("resume", HERE, str(HERE)),
+           ("global_batch_size", 8, "global_batch_size"), ("dataset", ROOT / "ddp.py", "data"),
+           ("optimizer", "muon", "optimizer"), ("resume", ROOT, str(ROOT)),
            ("resume", "nowhere", "nowhere"))
 
 
-def test_damaged_checkpoints_are_named():
+def test_damaged_checkpoints_are_named(tmp_path):
     """Whichever file of a checkpoint is changed, cut off or missing is named, exit status 2;
     --resume auto says so and takes the one before, on the same bits. What is no checkpoint of this
     run is refused by name."""
     def try_out(name, damage):
-        out = folder / f"{name} {damage.__name__}"
+        out = tmp_path / f"{name} {damage.__name__}"
         shutil.copytree(sound, out, symlinks=True)
         damage(out / newest / name)
         refused(re.escape(name), out, **options, resume=out / newest)
@@ -55,17 +56,16 @@ def test_damaged_checkpoints_are_named():
             result = finish(out, **options, resume="auto", fact=f"{newest}.*{name}")
             assert result["param_sha256"] == expected, f"after {name} was damaged: other bits"
 
-    with temporary() as folder:
-        sound = folder / "sound"
-        newest = "step_00000004"
-        options = dict(mode="zero2", save_interval=1, eval_steps=0)
-        expected = finish(sound, 2, **options)["param_sha256"]
-        names = sorted(path.name for path in (sound / newest).iterdir())
-        assert '"scaler": {}' in (sound / newest / "checkpoint.json").read_text(), "fp32 is scaled"
-        damages = (flip, os.remove, make_unreadable)
-        two_at_a_time(try_out, *zip(*itertools.product(names, damages)))
-        for name, value, fact in MISFITS:  # one at a time: they share a folder
-            refused(fact, sound, **{**options, "resume": "auto", name: value})
+    sound = tmp_path / "sound"
+    newest = "step_00000004"
+    options = dict(mode="zero2", save_interval=1, eval_steps=0)
+    expected = finish(sound, 2, **options)["param_sha256"]
+    names = sorted(path.name for path in (sound / newest).iterdir())
+    assert '"scaler": {}' in (sound / newest / "checkpoint.json").read_text(), "fp32 is scaled"
+    damages = (flip, os.remove, make_unreadable)
+    two_at_a_time(try_out, *zip(*itertools.product(names, damages)))
+    for name, value, fact in MISFITS:  # one at a time: they share a tmp_path
+        refused(fact, sound, **{**options, "resume": "auto", name: value})
 
 
 @pytest.mark.ranks(3)
@@ -117,26 +117,25 @@ def contents(*folders):
     return found
 
 
-def test_out_dir_keeps_what_counts():
+def test_out_dir_keeps_what_counts(tmp_path):
     """--keep_last newest checkpoints and the best one stay; metrics.jsonl goes back to where a run
     resumes; what a new run, or an older checkpoint, would cover is kept elsewhere."""
-    with temporary() as folder:
-        out = folder / "out"
-        # A rate so high that an early evaluation is the best one.
-        options = dict(max_steps=6, lr=3.0, min_lr=3.0, save_interval=1, keep_last=3)
-        finish(out, **options)
-        entries = lines_of(out / "metrics.jsonl")
-        best = min(entries, key=lambda entry: entry["val_loss"])["step"]
-        assert best < 4 and saved(out) == [best, 4, 5, 6], (
-            f"the best step is {best}, and checkpoints are those of {saved(out)}")
-        write_line(out / "metrics.jsonl", "torn")  # as by a kill
-        for more, moved in ((dict(resume=out / "step_00000005"), "step_00000006"),
-                            (dict(max_steps=2), "")):
-            assert (out / "best").resolve().name == f"step_{best:08d}"
-            before = contents(out / moved)
-            result = finish(out, **{**options, **more})
-            assert before <= contents(folder), f"something of {more} is lost"
-            assert len(lines_of(out / "metrics.jsonl")) == result["steps"]
+    out = tmp_path / "out"
+    # A rate so high that an early evaluation is the best one.
+    options = dict(max_steps=6, lr=3.0, min_lr=3.0, save_interval=1, keep_last=3)
+    finish(out, **options)
+    entries = lines_of(out / "metrics.jsonl")
+    best = min(entries, key=lambda entry: entry["val_loss"])["step"]
+    assert best < 4 and saved(out) == [best, 4, 5, 6], (
+        f"the best step is {best}, and checkpoints are those of {saved(out)}")
+    write_line(out / "metrics.jsonl", "torn")  # as by a kill
+    for more, moved in ((dict(resume=out / "step_00000005"), "step_00000006"),
+                        (dict(max_steps=2), "")):
+        assert (out / "best").resolve().name == f"step_{best:08d}"
+        before = contents(out / moved)
+        result = finish(out, **{**options, **more})
+        assert before <= contents(tmp_path), f"something of {more} is lost"
+        assert len(lines_of(out / "metrics.jsonl")) == result["steps"]
 
 
 def view_of(folder):
@@ -148,65 +147,63 @@ def view_of(folder):
     return view
 
 
-def test_checkpoints_are_asked():
+def test_checkpoints_are_asked(tmp_path):
     """--eval_only takes model, data and precision from a checkpoint, an older one too, prints its
     validation loss, its hash and a text that continues --prompt, in any mode, on any number of
     ranks, and changes nothing in out_dir."""
-    with temporary() as folder:
-        out = folder / "out"
-        trained = finish(out, 2, mode="zero2", save_interval=1, shard_size=1, keep_last=9, seed=5,
-                         n_layer=1)
-        losses = [entry["val_loss"] for entry in lines_of(out / "metrics.jsonl")]
-        before = view_of(out)
-        for name, W, step, options in (
-                ("step_00000004", 1, 4, dict(prompt="def ")),
-                ("step_00000002", 3, 2, dict(mode="torch-fsdp", prompt="\u00e9t\u00e9")),
-                ("auto", 2, 4, dict(mode="ddp", prompt="", out_dir=out)),  # or no text at all
-                ("best", 1, int((out / "best").resolve().name[5:]), dict(prompt="a" * 99))):
-            found = ask(name if name == "auto" else out / name, W, **options)
-            assert found["val_loss"] == losses[step - 1], f"{name}: {found['val_loss']}, {losses}"
-            assert (found["param_sha256"] == trained["param_sha256"]) == (step == 4), name
-            assert f"sample:\n{options['prompt']}" in found["stdout"], found["stdout"]
-            assert view_of(out) == before, f"out_dir has changed after {name}"
-        for word in (f"--resume={out}", f"--resume={out}/bes"):  # as people mistype it
-            refused("no checkpoint.* did you mean .*step_00000004", None, argv=[word])
-        refused("no checkpoint", None,
-                argv=["--eval_only", "--resume=auto", f"--out_dir={folder}"])
-        assert view_of(out) == before, "out_dir has changed"
+    out = tmp_path / "out"
+    trained = finish(out, 2, mode="zero2", save_interval=1, shard_size=1, keep_last=9, seed=5,
+                     n_layer=1)
+    losses = [entry["val_loss"] for entry in lines_of(out / "metrics.jsonl")]
+    before = view_of(out)
+    for name, W, step, options in (
+            ("step_00000004", 1, 4, dict(prompt="def ")),
+            ("step_00000002", 3, 2, dict(mode="torch-fsdp", prompt="\u00e9t\u00e9")),
+            ("auto", 2, 4, dict(mode="ddp", prompt="", out_dir=out)),  # or no text at all
+            ("best", 1, int((out / "best").resolve().name[5:]), dict(prompt="a" * 99))):
+        found = ask(name if name == "auto" else out / name, W, **options)
+        assert found["val_loss"] == losses[step - 1], f"{name}: {found['val_loss']}, {losses}"
+        assert (found["param_sha256"] == trained["param_sha256"]) == (step == 4), name
+        assert f"sample:\n{options['prompt']}" in found["stdout"], found["stdout"]
+        assert view_of(out) == before, f"out_dir has changed after {name}"
+    for word in (f"--resume={out}", f"--resume={out}/bes"):  # as people mistype it
+        refused("no checkpoint.* did you mean .*step_00000004", None, argv=[word])
+    refused("no checkpoint", None,
+            argv=["--eval_only", "--resume=auto", f"--out_dir={tmp_path}"])
+    assert view_of(out) == before, "out_dir has changed"
 
 
-def test_resuming_takes_the_flags():
+def test_resuming_takes_the_flags(tmp_path):
     """A run that resumes has the flags of its checkpoint, but for those that are given; it goes on
-    in the folder of the checkpoint, and in the same run of Weights & Biases. So does one that
+    in the tmp_path of the checkpoint, and in the same run of Weights & Biases. So does one that
     torchrun starts again when that checkpoint is gone. In another mode, flags that only the old one
     has are dropped."""
     options = dict(W=2, mode="ddp", save_interval=1, global_batch_size=4, comm_hook="hierarchical",
                    node_size=1)
-    with temporary() as folder:
-        alone = finish(folder / "alone", **options)
-        ids = []
-        for words, W in ((flags(**dict(options, W=None), out_dir=folder / "out", max_steps=2,
-                                wandb=True), 2),
-                         (["--resume=auto", f"--out_dir={folder}/out", "--max_steps=3"], 2),
-                         ([f"--resume={folder}/out/step_00000003", "--max_steps=4"], 2)):
-            log = partial(log_wandb, folder / "wandb")
-            found = finish(None, W, argv=words, plant=log)
-        ids = lines_of(folder / "wandb")
-        assert found["param_sha256"] == alone["param_sha256"], "other bits, so other flags"
-        assert len(ids) == 3 and len(set(ids)) == 1, f"runs of Weights & Biases: {ids}"
-        steps = [entry["step"] for entry in lines_of(folder / "out/metrics.jsonl")]
-        assert steps == [1, 2, 3, 4], f"metrics.jsonl has steps {steps}"
-        found = finish(None, 2, argv=[f"--resume={folder}/out/gone", "--max_steps=5", "--no-wandb"],
-                       plant=start_again)
-        assert found["mode"] == "ddp" and found["steps"] == 5, found
-        found = finish(None, 4, argv=[f"--resume={folder}/out/step_00000005", "--mode=zero3",
-                                      "--max_steps=6", "--no-wandb"])
-        assert found["mode"] == "zero3" and found["steps"] == 6, found
-        shutil.copytree(folder / "out", folder / "copy")  # where `best` is no link
-        finish(None, 1, argv=["--resume=auto", f"--out_dir={folder}/copy", "--max_steps=7",
-                              "--mode=single", "--dtype=fp16", "--no-wandb"])
-        finish(None, 1, argv=flags(out_dir=folder / "out", wandb=True, max_steps=1), plant=log)
-        assert lines_of(folder / "wandb")[-1] != ids[0], "a new run has the old one's id"
+    alone = finish(tmp_path / "alone", **options)
+    ids = []
+    for words, W in ((flags(**dict(options, W=None), out_dir=tmp_path / "out", max_steps=2,
+                            wandb=True), 2),
+                     (["--resume=auto", f"--out_dir={tmp_path}/out", "--max_steps=3"], 2),
+                     ([f"--resume={tmp_path}/out/step_00000003", "--max_steps=4"], 2)):
+        log = partial(log_wandb, tmp_path / "wandb")
+        found = finish(None, W, argv=words, plant=log)
+    ids = lines_of(tmp_path / "wandb")
+    assert found["param_sha256"] == alone["param_sha256"], "other bits, so other flags"
+    assert len(ids) == 3 and len(set(ids)) == 1, f"runs of Weights & Biases: {ids}"
+    steps = [entry["step"] for entry in lines_of(tmp_path / "out/metrics.jsonl")]
+    assert steps == [1, 2, 3, 4], f"metrics.jsonl has steps {steps}"
+    found = finish(None, 2, argv=[f"--resume={tmp_path}/out/gone", "--max_steps=5", "--no-wandb"],
+                   plant=start_again)
+    assert found["mode"] == "ddp" and found["steps"] == 5, found
+    found = finish(None, 4, argv=[f"--resume={tmp_path}/out/step_00000005", "--mode=zero3",
+                                  "--max_steps=6", "--no-wandb"])
+    assert found["mode"] == "zero3" and found["steps"] == 6, found
+    shutil.copytree(tmp_path / "out", tmp_path / "copy")  # where `best` is no link
+    finish(None, 1, argv=["--resume=auto", f"--out_dir={tmp_path}/copy", "--max_steps=7",
+                          "--mode=single", "--dtype=fp16", "--no-wandb"])
+    finish(None, 1, argv=flags(out_dir=tmp_path / "out", wandb=True, max_steps=1), plant=log)
+    assert lines_of(tmp_path / "wandb")[-1] != ids[0], "a new run has the old one's id"
 
 
 def start_again():

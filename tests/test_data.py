@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runs import finish, lines_of, temporary, write_line
+from runs import finish, lines_of, write_line
 
 
 def log_samples(folder):
@@ -23,7 +23,7 @@ def log_samples(folder):
     F.cross_entropy = logged
 
 
-def test_data_and_rates_are_as_promised():
+def test_data_and_rates_are_as_promised(tmp_path):
     """No sample comes twice in an epoch, and epochs have another order. nanoGPT's folders are read.
     Warm-up is linear, then a cosine. (That ranks take the samples in this order is what the hashes
     of any number of ranks show.)"""
@@ -33,23 +33,22 @@ def test_data_and_rates_are_as_promised():
     tokens = [0]
     for i in range(n):
         tokens += i // 256, i % 256, 0, 0
-    with temporary() as folder:
-        for name, ids in (("train.bin", tokens), ("val.bin", tokens[:5])):  # 50 blocks, and one
-            np.array(ids, dtype=np.uint16).tofile(folder / name)
-        finish(folder / "out", dataset=folder, block_size=4, global_batch_size=batch, eval_steps=1,
-               micro_batch_size=2, max_steps=steps, min_lr=0.001,
-               plant=partial(log_samples, folder))
-        order = []
-        for numbers in lines_of(folder / "order"):
-            order += numbers
-        for step, entry in enumerate(lines_of(folder / "out/metrics.jsonl")):
-            cosine = 0.001 + 0.009 * (1 + math.cos(math.pi * (step - 2) / (steps - 2))) / 2
-            lr = 0.01 * (step + 1) / 3 if step < 2 else cosine
-            assert abs(entry["lr"] - lr) < 1e-9, f"step {step + 1}: lr {entry['lr']}, not {lr}"
-        (folder / "text").write_text("a" * 9000 + "b" * 1000)
-        ends = finish(folder / "out", dataset=folder / "text", max_steps=40, micro_batch_size=2,
-                      eval_interval=40, eval_steps=99)
-        assert ends["train_loss"] < 1 and ends["val_loss"] > 4, "the last tenth validates"
+    for name, ids in (("train.bin", tokens), ("val.bin", tokens[:5])):  # 50 blocks, and one
+        np.array(ids, dtype=np.uint16).tofile(tmp_path / name)
+    finish(tmp_path / "out", dataset=tmp_path, block_size=4, global_batch_size=batch, eval_steps=1,
+           micro_batch_size=2, max_steps=steps, min_lr=0.001,
+           plant=partial(log_samples, tmp_path))
+    order = []
+    for numbers in lines_of(tmp_path / "order"):
+        order += numbers
+    for step, entry in enumerate(lines_of(tmp_path / "out/metrics.jsonl")):
+        cosine = 0.001 + 0.009 * (1 + math.cos(math.pi * (step - 2) / (steps - 2))) / 2
+        lr = 0.01 * (step + 1) / 3 if step < 2 else cosine
+        assert abs(entry["lr"] - lr) < 1e-9, f"step {step + 1}: lr {entry['lr']}, not {lr}"
+    (tmp_path / "text").write_text("a" * 9000 + "b" * 1000)
+    ends = finish(tmp_path / "out", dataset=tmp_path / "text", max_steps=40, micro_batch_size=2,
+                  eval_interval=40, eval_steps=99)
+    assert ends["train_loss"] < 1 and ends["val_loss"] > 4, "the last tenth validates"
     assert len(order) == steps * batch, f"{len(order)} samples in {steps} steps of {batch}"
     in_epoch = n // batch * batch
     epochs = [order[i:i + in_epoch] for i in range(0, len(order), in_epoch)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from params import full
-from runs import ask, finish, in_update, lines_of, run_train, temporary
+from runs import ask, finish, in_update, lines_of, run_train
 
 STEPS = 4
 
@@ -108,44 +108,43 @@ FROZEN = {"save": ("torch.distributed.checkpoint.save", 2),
 @pytest.mark.parametrize("fault", ["power cut", "full disk", "full log", "frozen in update",
                                    "frozen in save", "frozen in publish", "frozen in rewind",
                                    full("frozen in line")])
-def test_faults_cost_no_line(fault):
+def test_faults_cost_no_line(fault, tmp_path):
     """After a power cut, which takes what was not synced; after a full disk, that took half a line;
     with the log on a full disk; and when a process that was frozen wakes up in a later run, which
     it leaves as it is, and says so."""
     options = dict(save_interval=1, resume="auto", max_steps=STEPS)
-    with temporary() as folder:
-        out = folder / "out"
-        expected = finish(folder / "alone", **options)["param_sha256"]
-        metrics = out / "metrics.jsonl"
-        if fault == "power cut":
-            run = run_train(out, plant=partial(cut_power, metrics, 3), **options)
-            assert run.codes == [-signal.SIGKILL], run
-            found = finish(out, **options)["param_sha256"]
-        elif fault == "full disk":
-            plant = partial(fill_disk, metrics, 2)
-            result = finish(out, fact="step 2 is not yet in the metrics", plant=plant, **options)
-            found = result["param_sha256"]
-        elif fault == "full log":
-            finish(out, plant=full_log, **options)
-            found = ask(out / f"step_{STEPS:08d}")["param_sha256"]
-        else:
-            function, n = FROZEN[fault.split()[-1]]
-            if fault == "frozen in line":  # then no checkpoint is due when it wakes up
-                options["save_interval"] = 100
-            others = dict(options)
-            if fault == "frozen in rewind":  # where it was to move aside what is newer
-                finish(out, **options)
-                others["max_steps"] = STEPS + 1
-                expected = finish(folder / "alone", **others)["param_sha256"]
-                options["resume"] = out / "step_00000003"
-            run = run_over_frozen(folder, out, function, n, options, others)
-            assert run.codes[0] in (1, 2) and "a later run has begun" in run.stderr[0], run
-            assert "Traceback" not in run.stderr[0], run
-            assert f" {STEPS}/{STEPS} " not in run.stdout[0], f"it went on: {run.stdout[0]}"
-            found = ask("auto", out_dir=out)["param_sha256"]
-        entries = lines_of(metrics)
-        n_steps = STEPS + 1 if fault == "frozen in rewind" else STEPS
-        assert [entry["step"] for entry in entries] == [*range(1, n_steps + 1)], entries
-        assert found == expected, f"other bits after {fault}"
-        left = [path.name for path in out.glob(".*")]
-        assert not left, f"left over: {left}"
+    out = tmp_path / "out"
+    expected = finish(tmp_path / "alone", **options)["param_sha256"]
+    metrics = out / "metrics.jsonl"
+    if fault == "power cut":
+        run = run_train(out, plant=partial(cut_power, metrics, 3), **options)
+        assert run.codes == [-signal.SIGKILL], run
+        found = finish(out, **options)["param_sha256"]
+    elif fault == "full disk":
+        plant = partial(fill_disk, metrics, 2)
+        result = finish(out, fact="step 2 is not yet in the metrics", plant=plant, **options)
+        found = result["param_sha256"]
+    elif fault == "full log":
+        finish(out, plant=full_log, **options)
+        found = ask(out / f"step_{STEPS:08d}")["param_sha256"]
+    else:
+        function, n = FROZEN[fault.split()[-1]]
+        if fault == "frozen in line":  # then no checkpoint is due when it wakes up
+            options["save_interval"] = 100
+        others = dict(options)
+        if fault == "frozen in rewind":  # where it was to move aside what is newer
+            finish(out, **options)
+            others["max_steps"] = STEPS + 1
+            expected = finish(tmp_path / "alone", **others)["param_sha256"]
+            options["resume"] = out / "step_00000003"
+        run = run_over_frozen(tmp_path, out, function, n, options, others)
+        assert run.codes[0] in (1, 2) and "a later run has begun" in run.stderr[0], run
+        assert "Traceback" not in run.stderr[0], run
+        assert f" {STEPS}/{STEPS} " not in run.stdout[0], f"it went on: {run.stdout[0]}"
+        found = ask("auto", out_dir=out)["param_sha256"]
+    entries = lines_of(metrics)
+    n_steps = STEPS + 1 if fault == "frozen in rewind" else STEPS
+    assert [entry["step"] for entry in entries] == [*range(1, n_steps + 1)], entries
+    assert found == expected, f"other bits after {fault}"
+    left = [path.name for path in out.glob(".*")]
+    assert not left, f"left over: {left}"

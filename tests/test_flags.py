@@ -7,8 +7,8 @@ import sys
 from functools import partial
 
 from common import two_at_a_time
-from runs import flags, flip_a_bit, in_update, refused, saved, spoil, temporary, this_rank
-from verify import HERE
+from params import ROOT
+from runs import flags, flip_a_bit, in_update, refused, saved, spoil, this_rank
 
 # Command lines that end with one line, which names the file or, where there is none, the flag.
 # Adding one costs a third of a second. DATA is a folder of good and bad texts, made by the check.
@@ -31,7 +31,7 @@ NAMED = {  # and those whose line names something else
     "--batch_size=8": "--micro_batch_size", "--max_iters=5": "--max_steps",
     "--dtype=bfloat16": "--dtype bf16", "--compile=False": "--no-compile",
     "--learning_rate=0.1": "--lr", "--dropout=0.1 --start=a": "dropout.*--start=a.*--prompt",
-    "config.py": "config.py", f"--resume={HERE}": "no checkpoint"}
+    "config.py": "config.py", f"--resume={ROOT}": "no checkpoint"}
 
 
 def bare():
@@ -65,29 +65,28 @@ def write_texts(folder):
         (folder / name).write_bytes(content)
 
 
-def test_mistakes_are_one_line():
+def test_mistakes_are_one_line(tmp_path):
     """Every mistake gives exit status 2, one line on stderr that names it, and no traceback; so do
     ranks with other options or other data, before the first step. With status 1, so do 20 steps in
     a row that are not finite, and a parameter of which a bit flips on a rank."""
     def try_out(line, fact):
-        words = line.replace("DATA", str(data)).split()
-        refused(fact, None, plant=bare, argv=[*flags(out_dir=data / "out"), *words])
+        words = line.replace("DATA", str(tmp_path)).split()
+        refused(fact, None, plant=bare, argv=[*flags(out_dir=tmp_path / "out"), *words])
 
-    with temporary() as data:
-        write_texts(data)
-        facts = dict(NAMED)
-        for line in re.split(r"\s*[|\n]\s*", BAD):
-            files = re.findall(r"DATA/([\w.]+)", line)
-            facts[line] = files[0] if files else re.findall(r"--(\w+)", line)[0]
-        two_at_a_time(try_out, *zip(*facts.items()))
-        here = partial(elsewhere, data)
-        out = data / "out"
-        refused("single", out, 2, mode="single")
-        refused("lr", out, 2, mode="ddp", plant=other_rate)
-        refused("differ in data", out, 2, mode="ddp", dataset="text", plant=here)
-        refused("lost", out, 2, mode="ddp", dataset="lost", plant=here)
-        refused(r"step 23\b", out, 2, status=1, mode="ddp", max_steps=30,
-                plant=partial(spoil, "cross_entropy", {2, *range(4, 99)}, math.nan))
-        refused(r"wte\.weight", data / "a", 2, status=1, mode="ddp", save_interval=1,
-                plant=partial(in_update, 2, 1, flip_a_bit))
-        assert saved(data / "a")[-1] <= 2, "it went on"
+    write_texts(tmp_path)
+    facts = dict(NAMED)
+    for line in re.split(r"\s*[|\n]\s*", BAD):
+        files = re.findall(r"DATA/([\w.]+)", line)
+        facts[line] = files[0] if files else re.findall(r"--(\w+)", line)[0]
+    two_at_a_time(try_out, *zip(*facts.items()))
+    here = partial(elsewhere, tmp_path)
+    out = tmp_path / "out"
+    refused("single", out, 2, mode="single")
+    refused("lr", out, 2, mode="ddp", plant=other_rate)
+    refused("differ in data", out, 2, mode="ddp", dataset="text", plant=here)
+    refused("lost", out, 2, mode="ddp", dataset="lost", plant=here)
+    refused(r"step 23\b", out, 2, status=1, mode="ddp", max_steps=30,
+            plant=partial(spoil, "cross_entropy", {2, *range(4, 99)}, math.nan))
+    refused(r"wte\.weight", tmp_path / "a", 2, status=1, mode="ddp", save_interval=1,
+            plant=partial(in_update, 2, 1, flip_a_bit))
+    assert saved(tmp_path / "a")[-1] <= 2, "it went on"

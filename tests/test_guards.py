@@ -7,8 +7,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from functools import partial
 from itertools import product
@@ -22,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from common import full_training, planted, raises, training, two_at_a_time
+from common import full_training, planted, raises, training
 from ddp import DDP
-from runs import temporary
-from verify import (difference, distributed, every_collective, fresh, HERE, no_sync, plain_names,
+from params import ROOT
+from runs import run_alone, run_train
+from verify import (difference, distributed, every_collective, fresh, no_sync, plain_names,
                     same_bits, STAGES, zoo_loss)
 from wrappers import PLAIN, WRAPPERS
 
@@ -65,7 +64,7 @@ def test_guards_change_nothing(wrapper, modules, options):
         assert sent, "nothing was sent, so nothing was compared"
 
 
-def test_files_work_alone():
+def test_files_work_alone(tmp_path):
     """oracle.py alone, ddp.py with guards.py, and zero.py with both: in an empty folder."""
     script = """
 import torch, torch.distributed as dist
@@ -76,24 +75,22 @@ for kind in {wrapper}, Plain{wrapper}:
     model(torch.ones(1, 2)).sum().backward()
     print("norm", model.clip_grad_norm_(1.0).item())
 """
-    run = partial(subprocess.run, capture_output=True, text=True,
-                  env={**os.environ, "PYTHONPATH": ""})
-
-    def in_empty_folder(file, wrapper):
-        with temporary() as folder:
-            for name in {"ddp.py", "guards.py", f"{file}.py"}:
-                shutil.copy(HERE / name, folder / name)
-            (folder / "own.py").write_text(script.format(file=file, wrapper=wrapper))
-            return run([sys.executable, "own.py"], cwd=folder)
-
-    for done in two_at_a_time(in_empty_folder, ("ddp", "zero"), ("DDP", "Zero3")):
-        norm = f"norm {math.sqrt(6)}\n"  # of six gradients of 1
-        assert done.stdout == 2 * norm, done.stdout + done.stderr
-    with temporary() as folder:
-        shutil.copy(HERE / "oracle.py", folder / "oracle.py")
-        done = run([sys.executable, "oracle.py"], cwd=folder)
-    rows = re.findall(r"^(\w+) +([12])  ([0-9a-f]{8}) ", done.stdout, re.MULTILINE)
-    assert len(rows) == 10 and len({found for _, _, found in rows}) == 2, done.stdout + done.stderr
+    printed = {}
+    for file, wrapper in (("ddp", "DDP"), ("zero", "Zero3"), ("oracle", None)):
+        folder = tmp_path / file
+        folder.mkdir()
+        needed = {"oracle.py"} if file == "oracle" else {"ddp.py", "guards.py", f"{file}.py"}
+        for name in needed:
+            shutil.copy(ROOT / name, folder / name)
+        (folder / "own.py").write_text(script.format(file=file, wrapper=wrapper))
+        script_file = "own.py" if wrapper else "oracle.py"
+        run = run_train(None, plant=partial(run_alone, folder, script_file), argv=[])
+        assert run.codes == [0], run
+        printed[file] = run.stdout[0]
+    norm = f"norm {math.sqrt(6)}\n"  # of six gradients of 1
+    assert printed["ddp"] == printed["zero"] == 2 * norm, printed
+    rows = re.findall(r"^(\w+) +([12])  ([0-9a-f]{8}) ", printed["oracle"], re.MULTILINE)
+    assert len(rows) == 10 and len({found for _, _, found in rows}) == 2, printed
 
 
 # What may differ between the modules that ranks wrap, and the tensor that is named.

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from common import on_meta
 from model import GPT, GPTConfig, PRESETS
-from params import full
-from runs import finish, refused, temporary
-from verify import HERE, same_bits, small_gpt
+from params import full, ROOT
+from runs import finish, refused
+from verify import same_bits, small_gpt
 
 
 def llama_logits(gpt, idx):
@@ -139,7 +139,7 @@ def test_model_is_as_named():
         assert 0.8 < ratio < 1.25, f"{n}: the variance is {ratio:.2f} times what it should be"
 
 
-def test_llama_folders_go_out_and_in():
+def test_llama_folders_go_out_and_in(tmp_path):
     """What --export_hf writes, --init_from reads in any mode, to the bit, and transformers opens as
     LlamaForCausalLM with the loss that training has; so is read what transformers writes: several
     files, bf16, a head of its own, another rope_theta."""
@@ -148,29 +148,28 @@ def test_llama_folders_go_out_and_in():
     transformers = pytest.importorskip("transformers", reason=needed)
     torch.manual_seed(0)
     block = torch.randint(256, (16,))  # all of the data, so that any batch has the same loss
-    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
-    with temporary() as folder:
-        refused("LICENSE", folder / "out", export_hf=HERE / "LICENSE")  # which is no folder
-        small = transformers.LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8,
-                                         num_hidden_layers=1, num_attention_heads=1)
-        transformers.LlamaForCausalLM(small).save_pretrained(folder / "small")
-        refused("prompt", None, argv=[f"--init_from={folder}/small", "--eval_only", "--prompt=z"])
-        for name in ("train.bin", "val.bin"):
-            block.repeat(300).numpy().astype(np.uint16).tofile(folder / name)
-        expected = finish(folder / "out", 2, mode="zero3", n_head=4, n_kv_head=2, lr=0.1,
-                          min_lr=0.1, export_hf=folder / "hf")["param_sha256"]
-        config = transformers.LlamaConfig.from_pretrained(
-            folder / "hf", tie_word_embeddings=False, rms_norm_eps=1e-3,
-            rope_parameters=dict(rope_type="default", rope_theta=50.0))
-        other = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-        other.save_pretrained(folder / "other", max_shard_size="10KB")
-        for name, W, mode in (("hf", 1, "single"), ("hf", 2, "zero3"), ("hf", 2, "torch-fsdp"),
-                              ("other", 2, "zero1")):
-            ours = finish(folder / mode, W, init_from=folder / name, dataset=folder, mode=mode,
-                          lr=0, min_lr=0, max_steps=1, **sizes)
-            llama = transformers.LlamaForCausalLM.from_pretrained(folder / name)
-            logits = llama.float()(block[None]).logits[0]
-            loss = F.cross_entropy(logits, block.roll(-1)).item()
-            assert abs(ours["train_loss"] - loss) < 1e-5, (
-                f"{name}, {mode}: loss {ours['train_loss']}, transformers has {loss}")
-            assert name == "other" or ours["param_sha256"] == expected, f"{mode}: other bits"
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the tmp_path
+    refused("LICENSE", tmp_path / "out", export_hf=ROOT / "LICENSE")  # which is no tmp_path
+    small = transformers.LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8,
+                                     num_hidden_layers=1, num_attention_heads=1)
+    transformers.LlamaForCausalLM(small).save_pretrained(tmp_path / "small")
+    refused("prompt", None, argv=[f"--init_from={tmp_path}/small", "--eval_only", "--prompt=z"])
+    for name in ("train.bin", "val.bin"):
+        block.repeat(300).numpy().astype(np.uint16).tofile(tmp_path / name)
+    expected = finish(tmp_path / "out", 2, mode="zero3", n_head=4, n_kv_head=2, lr=0.1,
+                      min_lr=0.1, export_hf=tmp_path / "hf")["param_sha256"]
+    config = transformers.LlamaConfig.from_pretrained(
+        tmp_path / "hf", tie_word_embeddings=False, rms_norm_eps=1e-3,
+        rope_parameters=dict(rope_type="default", rope_theta=50.0))
+    other = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    other.save_pretrained(tmp_path / "other", max_shard_size="10KB")
+    for name, W, mode in (("hf", 1, "single"), ("hf", 2, "zero3"), ("hf", 2, "torch-fsdp"),
+                          ("other", 2, "zero1")):
+        ours = finish(tmp_path / mode, W, init_from=tmp_path / name, dataset=tmp_path, mode=mode,
+                      lr=0, min_lr=0, max_steps=1, **sizes)
+        llama = transformers.LlamaForCausalLM.from_pretrained(tmp_path / name)
+        logits = llama.float()(block[None]).logits[0]
+        loss = F.cross_entropy(logits, block.roll(-1)).item()
+        assert abs(ours["train_loss"] - loss) < 1e-5, (
+            f"{name}, {mode}: loss {ours['train_loss']}, transformers has {loss}")
+        assert name == "other" or ours["param_sha256"] == expected, f"{mode}: other bits"

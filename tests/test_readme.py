@@ -18,13 +18,13 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ddp import DDP
-from params import full, slug
-from runs import finish, run_train, temporary
-from verify import gather, HERE, PROOF, rows_of, STAGES
+from params import full, ROOT, slug
+from runs import finish, run_train
+from verify import gather, PROOF, rows_of, STAGES
 
 
 def blocks_of(language):
-    text = (HERE / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -36,63 +36,61 @@ def shortened(words):
     more["max_steps"] = steps if 0 < steps < 20 else max(4, steps // 50)
     if "--init_from" in words:  # whose folder has the sizes
         more = {name: value for name, value in more.items() if name[:2] != "n_"}
-    data = [] if ".txt" in str(words) else [f"--dataset={HERE}/model.py"]
+    data = [] if ".txt" in str(words) else [f"--dataset={ROOT}/model.py"]
     return [*words, "--no-compile", *data, *(f"--{name}={value}" for name, value in more.items())]
 
 
 @pytest.mark.parametrize("package", [None, full("safetensors")])
-def test_readme_commands_run(package):
+def test_readme_commands_run(package, tmp_path):
     """Every bash block is valid shell, and the commands, and the example of one's own module, end
-    well, one after the other in one folder, on a smaller model and fewer steps. Those that need a
+    well, one after the other in one tmp_path, on a smaller model and fewer steps. Those that need a
     package are a row of their own."""
     if package:
         pytest.importorskip(package, reason=f"pip install {package}")
     text = "".join(blocks_of("bash")).replace("\\\n", " ")
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-    with temporary() as folder:
-        shutil.copy(HERE / "model.py", folder / "my.txt")
-        for line in text.splitlines():
-            needs_package = re.search("--export_hf|--init_from", line) is not None
-            if " train.py" in line and "--nnodes" not in line and needs_package == bool(package):
-                words = shlex.split(line, comments=True)
-                W = int((re.findall(r"--nproc_per_node=(\d+)", line) or [1])[0])
-                result = finish(None, W, argv=shortened(words[words.index("train.py") + 1:]),
-                                plant=partial(os.chdir, folder))
-                assert result["world_size"] == W and math.isfinite(result["val_loss"]), line
-        own, muon, _ = blocks_of("python")
-        with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
-        with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
-        with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
-        for text in (own, with_muon):
-            (folder / "own.py").write_text(text)
-            script = partial(runpy.run_path, f"{folder}/own.py", run_name="__main__")
-            run = run_train(None, 2, plant=script, argv=["--help"])
-            losses = re.findall(r"rank \d: loss 0\.\d{4}", "".join(run.stdout))
-            assert run.codes == [0, 0] and len(losses) == 2, run
+    shutil.copy(ROOT / "model.py", tmp_path / "my.txt")
+    for line in text.splitlines():
+        needs_package = re.search("--export_hf|--init_from", line) is not None
+        if " train.py" in line and "--nnodes" not in line and needs_package == bool(package):
+            words = shlex.split(line, comments=True)
+            W = int((re.findall(r"--nproc_per_node=(\d+)", line) or [1])[0])
+            result = finish(None, W, argv=shortened(words[words.index("train.py") + 1:]),
+                            plant=partial(os.chdir, tmp_path))
+            assert result["world_size"] == W and math.isfinite(result["val_loss"]), line
+    own, muon, _ = blocks_of("python")
+    with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
+    with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
+    with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
+    for text in (own, with_muon):
+        (tmp_path / "own.py").write_text(text)
+        script = partial(runpy.run_path, f"{tmp_path}/own.py", run_name="__main__")
+        run = run_train(None, 2, plant=script, argv=["--help"])
+        losses = re.findall(r"rank \d: loss 0\.\d{4}", "".join(run.stdout))
+        assert run.codes == [0, 0] and len(losses) == 2, run
 
 
 @pytest.mark.full
-def test_bench_makes_tables():
+def test_bench_makes_tables(tmp_path):
     """bench.sh and cluster/slurm.sh are valid shell. A row of bench.sh that fails says why, the
     others are in its table, with equal hashes; mistakes are one line."""
     for path in ("bench.sh", "cluster/slurm.sh"):
-        subprocess.run(["bash", "-n", HERE / path], check=True)
+        subprocess.run(["bash", "-n", ROOT / path], check=True)
     sizes = ["--n_layer", "1", "--n_embd", "16", "--n_head", "1", "--block_size", "16"]
-    with temporary() as folder:
-        for path in (*HERE.glob("*.py"), HERE / "bench.sh"):
-            shutil.copy(path, folder / path.name)
-        for path in ("assets", "trainer"):
-            shutil.copytree(HERE / path, folder / path)
-        bench = partial(subprocess.run, cwd=folder, capture_output=True, text=True)
-        done = bench(["./bench.sh", "bits", "--worlds", "2", "--modes", "zero2 zero3 zero9",
-                      "--max_steps", "2", *sizes])
-        hashes = re.findall(r"^\| zero[23] \| `(\w{8})` \|$", done.stdout, re.MULTILINE)
-        assert len(hashes) == 2 and len(set(hashes)) == 1, done.stdout + done.stderr
-        assert done.returncode == 1 and "Failed: zero9, W=2" in done.stdout, done.stdout
-        for words, fact in ((["tune"], "bits "), (["link"], "needs rates"),
-                            (["modes", "--lr", "fast"], "--lr"), (["modes", "--worlds"], "value")):
-            done = bench(["./bench.sh", *words])
-            assert done.returncode == 2 and fact in done.stderr, f"{words}: {done.stderr}"
+    for path in (*ROOT.glob("*.py"), ROOT / "bench.sh"):
+        shutil.copy(path, tmp_path / path.name)
+    for path in ("assets", "trainer"):
+        shutil.copytree(ROOT / path, tmp_path / path)
+    bench = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
+    done = bench(["./bench.sh", "bits", "--worlds", "2", "--modes", "zero2 zero3 zero9",
+                  "--max_steps", "2", *sizes])
+    hashes = re.findall(r"^\| zero[23] \| `(\w{8})` \|$", done.stdout, re.MULTILINE)
+    assert len(hashes) == 2 and len(set(hashes)) == 1, done.stdout + done.stderr
+    assert done.returncode == 1 and "Failed: zero9, W=2" in done.stdout, done.stdout
+    for words, fact in ((["tune"], "bits "), (["link"], "needs rates"),
+                        (["modes", "--lr", "fast"], "--lr"), (["modes", "--worlds"], "value")):
+        done = bench(["./bench.sh", *words])
+        assert done.returncode == 2 and fact in done.stderr, f"{words}: {done.stderr}"
 
 
 class ThreeParameters(nn.Module):
@@ -125,7 +123,7 @@ def assert_in_readme(kind, values):
         texts.append(" ".join(f"{number:.0f}" for number in numbers))
     of_ranks = gather(" | ".join(texts))
     row = " ".join([kind, *" ".join(of_ranks).split()])
-    lines = (HERE / "README.md").read_text().splitlines()
+    lines = (ROOT / "README.md").read_text().splitlines()
     assert row in [" ".join(line.split()) for line in lines], f"the README does not have: {row}"
 
 
@@ -175,7 +173,7 @@ def breaks():
     """The README's tables of breaks as parameters: a file, a line of it, what is put there, and the
     command of a check."""
     row = r"^\| \[(\S+)\]\(\1\) `(.*?)` \| `(.*?)` \|.*\| `([^`]+)` \|$"
-    found = re.findall(row, (HERE / "README.md").read_text(), re.MULTILINE)
+    found = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
     assert found, "no table of breaks"
     return [pytest.param(*values, id=slug(" ".join(values[:2]))) for values in found]
 
@@ -185,11 +183,11 @@ def breaks():
 def test_breaks_are_caught(file, old, new, command, tmp_path):
     """In a copy of the tree in which a line of the README's tables is broken the check fails: one
     that passes on broken code is worth nothing."""
-    text = (HERE / file).read_text()
+    text = (ROOT / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} times {old}"
     for pattern in ("*.py", "*.md", "*.sh", "*.toml", "trainer/*.py", "tests/*.py"):
-        for path in HERE.glob(pattern):
-            copy = tmp_path / path.relative_to(HERE)
+        for path in ROOT.glob(pattern):
+            copy = tmp_path / path.relative_to(ROOT)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, copy)  # without its mode: it may be read-only
     (tmp_path / file).write_text(text.replace(old, new))
@@ -199,16 +197,21 @@ def test_breaks_are_caught(file, old, new, command, tmp_path):
 
 def test_readme_leads_there():
     """Files, headings, functions and checks that the README names exist."""
-    text = (HERE / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = set()
     for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE):
         headings.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
     for file, heading in re.findall(r"\]\(([\w./]*)(?:#([^)]*))?\)", prose):
-        assert (HERE / file).exists() and (file or heading in headings), f"{file}#{heading}"
+        assert (ROOT / file).exists() and (file or heading in headings), f"{file}#{heading}"
     for names, file in re.findall(r"\[(`[^]]*`)\]\((\w+\.py)\)", prose):
         for name in re.findall(r"`(?:[A-Z]\w+\.)?(\w+)`", names):
-            assert re.search(rf"\b(def|class) {name}\b", (HERE / file).read_text()), f"no {name}"
+            assert re.search(rf"\b(def|class) {name}\b", (ROOT / file).read_text()), f"no {name}"
+
+
+def list_tests():
+    """Plant pytest in place of train.py."""
+    sys.exit(pytest.main(["--full", "--collect-only", "-q", "-n", "0", str(ROOT)]))
 
 
 def test_readme_names_checks():
@@ -216,9 +219,8 @@ def test_readme_names_checks():
     rows = []
     for check in itertools.chain(*PROOF.values()):
         rows += [row.name for row in rows_of(check, is_full=True)]
-    listing = subprocess.run([sys.executable, "-m", "pytest", "--full", "--collect-only", "-q"],
-                             cwd=HERE, capture_output=True, text=True).stdout.splitlines()
-    text = (HERE / "README.md").read_text()
+    listing = run_train(None, plant=list_tests, argv=[]).stdout[0].splitlines()
+    text = (ROOT / "README.md").read_text()
     commands = re.findall(r"`((?:python verify\.py|pytest|python -m pytest)[^`]*)`", text)
     assert len(commands) > 40, f"{len(commands)} commands"
     for command in set(commands):

@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 from model import GPT, GPTConfig
 from params import full, slug
 from runs import (execute, fail, finish, flags, FORK, in_update, lines_of, nothing, record_trackers,
-                  run_train, spoil, temporary, write_line)
+                  run_train, spoil, write_line)
 from verify import adamw, clip_by_hand, MAX_NORM, STAGES
 
 MODES = ("single", "naive", "ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-fsdp")
@@ -60,7 +60,8 @@ class Family:
         with open(f"{path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                path.write_text(json.dumps(tell(self.stories[0])))
+                (folder / self.name).mkdir()
+                path.write_text(json.dumps(tell(self.stories[0], folder / self.name)))
         return json.loads(path.read_text())
 
 
@@ -209,23 +210,22 @@ for mode in ("ddp", "zero3", "zero2", "naive", "zero1", "torch-ddp", "torch-fsdp
         plant=partial(spoil, "embedding", (2, 3), math.inf))
 
 
-def tell(story):
-    """Run a story -> {what its family shares: value}: the hash, sample text and losses."""
-    with temporary() as folder:
-        for leg in story.legs:
-            if "fact" in leg:  # rank 0 speaks; a rank that is lost may end in any way
-                leg = dict(leg)
-                status = leg.pop("status")
-                fact = leg.pop("fact")
-                run = run_train(folder, **leg)
-                assert run.codes[0] == status and re.search(fact, run.stderr[0]), run
-                assert "Traceback" not in run.stderr[0], run.stderr[0]
-                unfinished = [*folder.glob(".run_*/*")]
-                assert "File" not in fact or not unfinished, f"unfinished files: {unfinished}"
-            else:
-                result = finish(folder, **leg)
-        promised(folder, result, **{"max_steps": 4, **leg})
-        entries = lines_of(folder / "metrics.jsonl")
+def tell(story, folder):
+    """Run a story in a folder -> {what its family shares: value}: hash, sample text and losses."""
+    for leg in story.legs:
+        if "fact" in leg:  # rank 0 speaks; a rank that is lost may end in any way
+            leg = dict(leg)
+            status = leg.pop("status")
+            fact = leg.pop("fact")
+            run = run_train(folder, **leg)
+            assert run.codes[0] == status and re.search(fact, run.stderr[0]), run
+            assert "Traceback" not in run.stderr[0], run.stderr[0]
+            unfinished = [*folder.glob(".run_*/*")]
+            assert "File" not in fact or not unfinished, f"unfinished files: {unfinished}"
+        else:
+            result = finish(folder, **leg)
+    promised(folder, result, **{"max_steps": 4, **leg})
+    entries = lines_of(folder / "metrics.jsonl")
     end = {}
     for entry in entries:
         for name in ("loss", "val_loss"):
@@ -332,13 +332,13 @@ def assert_sensible(ranges, mode):
 
 
 @pytest.mark.parametrize("story", STORIES)
-def test_stories(story, shared_folder):
+def test_stories(story, shared_folder, tmp_path):
     """Modes, world sizes and options that promise the same bits end on the same param_sha256,
     losses (means over all ranks) and sample; so does a run that is resumed in another mode or at
     another world size, or whose rank raises, dies, hangs, is told to stop or has a full disk: it
     ends in time, and says in which step. metrics.jsonl, RESULT and traces are as documented."""
     is_first = story is story.family.stories[0]
-    found = None if is_first else tell(story)
+    found = None if is_first else tell(story, tmp_path)
     expected = story.family.expected(shared_folder)
     for what, value in expected.items():
         assert is_first or found[what] == value, (
@@ -396,32 +396,31 @@ def under_torchrun(folder, plant, n_ranks, n_nodes, port, **options):
 
 @pytest.mark.parametrize("event", ["rank 0 dies in fsync", "a node dies",
                                    full("rank 0 dies in rename"), full("a node joins")])
-def test_torchrun_goes_on(event):
+def test_torchrun_goes_on(event, tmp_path):
     """After kill -9 of a rank in the middle of a checkpoint, or of a whole node, and when a node
     joins, torchrun starts all ranks again, as many as there are: they resume by themselves, never
     from an earlier run's checkpoints, and end on the bits of one process."""
     joins = event == "a node joins"
     event = EVENTS[event]
-    with temporary() as folder:
-        out = folder / "out"
-        options = dict(max_steps=event.steps, save_interval=1, global_batch_size=6)
-        expected = finish(folder / "alone", **options)["param_sha256"]
-        if not joins:
-            finish(out, save_interval=4, max_steps=20, seed=3)  # another run's remains
-        # Agents that a node joins have stores of their own, and tell a restart by the checkpoint.
-        options |= dict(mode="zero3", resume="auto" if joins else None, out_dir=out)
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        agents = []
-        for plant, n_ranks in zip(event.plants, (2, 1)):
-            arguments = folder, plant, n_ranks, len(event.plants), store.port
-            agents.append(FORK.Process(target=under_torchrun, args=arguments, kwargs=options))
-            agents[-1].start()
-            while joins and not (out / "metrics.jsonl").exists():
-                time.sleep(0.1)
-        for agent in agents:
-            agent.join(60)
-        printed = (folder / "stdout").read_text()
-        entries = lines_of(out / "metrics.jsonl")
+    out = tmp_path / "out"
+    options = dict(max_steps=event.steps, save_interval=1, global_batch_size=6)
+    expected = finish(tmp_path / "alone", **options)["param_sha256"]
+    if not joins:
+        finish(out, save_interval=4, max_steps=20, seed=3)  # another run's remains
+    # Agents that a node joins have stores of their own, and tell a restart by the checkpoint.
+    options |= dict(mode="zero3", resume="auto" if joins else None, out_dir=out)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    agents = []
+    for plant, n_ranks in zip(event.plants, (2, 1)):
+        arguments = tmp_path, plant, n_ranks, len(event.plants), store.port
+        agents.append(FORK.Process(target=under_torchrun, args=arguments, kwargs=options))
+        agents[-1].start()
+        while joins and not (out / "metrics.jsonl").exists():
+            time.sleep(0.1)
+    for agent in agents:
+        agent.join(60)
+    printed = (tmp_path / "stdout").read_text()
+    entries = lines_of(out / "metrics.jsonl")
     found = re.findall(r"^resumed.* on (\d) ranks \((\d) before\)$", printed, re.MULTILINE)
     restarts = [(str(now), str(before)) for before, now in itertools.pairwise(event.worlds)]
     assert found == restarts, f"restarts (now, before) {found}, expected {restarts}: {printed}"
@@ -450,15 +449,14 @@ def sha256_of(module):
     return digest.hexdigest()
 
 
-def test_a_run_is_a_plain_loop():
+def test_a_run_is_a_plain_loop(tmp_path):
     """train.py in one process ends on the bits of these lines: the sum of micro batches, divided
     once, clipped, by AdamW at the rate of metrics.jsonl. Other modes are compared with it."""
     n = 3  # micro batches of a step
-    with temporary() as folder:
-        result = finish(folder / "out", global_batch_size=n, seed=5, beta1=0.9, beta2=0.99,
-                        weight_decay=0.1, grad_clip=MAX_NORM, plant=partial(log_batches, folder))
-        batches = lines_of(folder / "batches")
-        entries = lines_of(folder / "out/metrics.jsonl")
+    result = finish(tmp_path / "out", global_batch_size=n, seed=5, beta1=0.9, beta2=0.99,
+                    weight_decay=0.1, grad_clip=MAX_NORM, plant=partial(log_batches, tmp_path))
+    batches = lines_of(tmp_path / "batches")
+    entries = lines_of(tmp_path / "out/metrics.jsonl")
     gpt = GPT(GPTConfig(seed=5, vocab_size=257, n_layer=2, n_head=2, n_embd=16, block_size=16,
                         n_kv_head=2))
     optimizer = adamw(gpt.parameters(), betas=(0.9, 0.99))

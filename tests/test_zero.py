@@ -19,9 +19,9 @@ import ddp
 import zero
 from common import full_training, on_meta, raises, training
 from model import GPT, GPTConfig, PRESETS
-from params import full
-from verify import (Chain, compare, every_collective, fresh, gather, HERE, live_bytes, ORDERS,
-                    same_bits, small_gpt, STAGES, uncut, zoo_loss)
+from params import full, ROOT
+from verify import (Chain, compare, every_collective, fresh, gather, live_bytes, ORDERS, same_bits,
+                    small_gpt, STAGES, uncut, zoo_loss)
 from wrappers import adafactor, Lamb, muon, PLAIN, WRAPPERS
 from zero import Zero2, Zero3
 
@@ -204,7 +204,7 @@ def uncut_costs(gpt, W):
 
 def test_readme_says_what_uncut_costs():
     """The README's table of shards, links and arrivals is what the formulas say."""
-    text = (HERE / "README.md").read_text("utf-8")
+    text = (ROOT / "README.md").read_text("utf-8")
     for preset, sizes in PRESETS.items():
         if preset == "tiny":
             continue  # its vocabulary is another one

@@ -1,0 +1,180 @@
+"""conftest.py: how tests on ranks fail. An inner pytest runs tests that do."""
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from params import ROOT
+
+BROKEN = '''
+import os, signal, sys, time
+import pytest
+import torch.distributed as dist
+
+def rank():
+    return dist.get_rank()
+
+@pytest.mark.ranks(2)
+def test_dies():
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+@pytest.mark.ranks(2)
+def test_all_die():
+    os._exit(0)
+
+@pytest.mark.ranks(2)
+@pytest.mark.limit(1)
+def test_hangs():
+    if rank() == 1:
+        time.sleep(60)
+
+@pytest.mark.ranks(3)
+def test_raises_alone():
+    if rank() == 2:
+        raise ValueError("planted\\nin lines")
+
+@pytest.mark.ranks(3)
+def test_raises_alike():
+    assert False, "on all"
+
+@pytest.mark.ranks(2)
+def test_raises_differently():
+    assert rank() < 0, f"I am {rank()}"
+
+@pytest.mark.ranks(2)
+def test_exits():
+    sys.exit(3 if rank() == 0 else None)
+
+@pytest.mark.ranks(2)
+def test_asserts_without_words():
+    assert rank() == 5
+
+@pytest.mark.ranks(2)
+def test_is_skipped():
+    pytest.skip("for want of a reason")
+
+@pytest.mark.limit(1)
+def test_hangs_without_ranks():
+    time.sleep(60)
+
+@pytest.mark.ranks(2)
+def test_prints():
+    print("seen on a rank")
+    assert rank() == 0, "for its output"
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("word", ["a b"])
+def test_passes(word, W):
+    assert dist.get_world_size() == W and word == "a b"
+'''
+# What the inner pytest says of each; its summary has the first line only.
+EXPECTED = {
+    "test_dies[W2]": r"rank 1: its process has died$",
+    "test_all_die[W2]": r"rank 0, 1: its process has died$",
+    "test_hangs[W2]": r"rank 1: killed after 1 s, its limit$",
+    "test_raises_alone[W3]": r"rank 2: ValueError: planted in lines \(test_raises_alone, test_x.py",
+    "test_raises_alike[W3]": r"rank 0, 1, 2: on all \(test_raises_alike, test_x.py:\d+\)$",
+    "test_raises_differently[W2]": r"rank 0: I am 0 .*\n +rank 1: I am 1 .*$",
+    "test_exits[W2]": r"rank 0: SystemExit: 3 .*\n +rank 1: SystemExit: ",
+    "test_asserts_without_words[W2]": r"rank 0, 1: assert rank\(\) == 5 \(",
+    "test_hangs_without_ranks": r"TimeoutError: the limit of this test, 1 s, is over",
+    "test_prints[W2]": r"seen on a rank\nseen on a rank$"}
+
+
+def copy_of_conftest(folder, tests):
+    """A folder in which pytest runs these tests with our conftest.py."""
+    (folder / "tests").mkdir()
+    for name in ("conftest.py", "params.py"):
+        shutil.copy(ROOT / "tests" / name, folder / "tests")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "tests/test_x.py").write_text(tests)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return dict(cwd=folder, env=environment, text=True, stdout=subprocess.PIPE)
+
+
+def assert_all_have_ended(folder):
+    """Assert that no process is left that was started in a folder."""
+    deadline = time.monotonic() + 10
+    while True:
+        left = []
+        for path in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                is_ours = os.readlink(path / "cwd").startswith(str(folder))
+                if is_ours and " Z " not in (path / "stat").read_text():
+                    left.append((path / "cmdline").read_text().replace("\0", " "))
+            except OSError:
+                continue  # it has ended, or is not to be looked at
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"processes are left: {left}"
+        time.sleep(0.1)
+
+
+def test_failures_are_told(tmp_path):
+    """A rank that raises, dies or hangs fails its test by name, in time, in a line that says which
+    rank and where; what several ranks say is said once. All other tests run."""
+    run = copy_of_conftest(tmp_path, BROKEN)
+    done = subprocess.run([sys.executable, "-m", "pytest", "-n", "0", "-v"], **run)
+    for name, fact in EXPECTED.items():
+        assert f"{name} FAILED" in done.stdout, done.stdout
+        report = re.search(rf"^_+ {re.escape(name)} _+\n(.*?)^_", done.stdout + "\n_", re.M | re.S)
+        assert len(re.findall(fact, report[1], re.M)) == 1, f"no {fact}: {report[1]}"
+    assert "test_is_skipped[W2] SKIPPED (for want of a reason)" in done.stdout, done.stdout
+    assert f"{len(EXPECTED)} failed, 2 passed, 1 skipped" in done.stdout, done.stdout
+    assert "test_passes[a_b-W2] PASSED" in done.stdout, done.stdout
+    assert_all_have_ended(tmp_path)
+
+
+@pytest.mark.full
+def test_worker_that_dies_is_named(tmp_path):
+    """A worker of xdist that dies fails its test; the rest runs, and no process is left."""
+    run = copy_of_conftest(tmp_path, '''
+import os, signal, time
+import pytest
+
+@pytest.mark.parametrize("n", range(20))
+@pytest.mark.ranks(2)
+def test_passes(n):
+    time.sleep(0.01)
+
+def test_kills_its_worker():
+    os.kill(os.getpid(), signal.SIGKILL)
+''')
+    done = subprocess.run([sys.executable, "-m", "pytest"], **run)
+    assert re.search(r"worker '\w+' crashed while running .*test_kills_its_worker", done.stdout), (
+        done.stdout)
+    assert "1 failed, 20 passed" in done.stdout, done.stdout
+    assert_all_have_ended(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("n_workers", [0, 2])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_process_is_left(n_workers, name, tmp_path):
+    """When pytest is interrupted or killed, its ranks end, too."""
+    run = copy_of_conftest(tmp_path, '''
+import pathlib, time
+import pytest
+
+@pytest.mark.ranks(2)
+def test_takes_long():
+    pathlib.Path("begun").touch()
+    time.sleep(60)
+''')
+    process = subprocess.Popen([sys.executable, "-m", "pytest", "-n", str(n_workers)], **run)
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.1)
+    process.send_signal(signal.Signals[name])
+    process.wait(20)
+    assert process.returncode != 0
+    assert_all_have_ended(tmp_path)
