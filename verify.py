@@ -751,7 +751,7 @@ def uncut(stage, module, parameters=None, **options):
     """A stage in which these parameters are not cut, or none is."""
     parameters = set(module.parameters() if parameters is None else parameters)
     model = stage(module, uncut=parameters, **options)
-    # For `put_together` and `assert_owners`.
+    # For `put_together`.
     model.uncut = {n for n, p in module.named_parameters() if p in parameters}
     return model
 
@@ -945,7 +945,7 @@ def own_module(wrapper, file):
             return uncut(STAGES[wrapper], module, task.uncut(module), **options)
         return WRAPPERS[wrapper](module, **options)
 
-    # Torch's own have no set_gradient_divide_factor() that all of these understand.
+    # Not all of torch's wrappers have set_gradient_divide_factor().
     compare(wrap, file, wrapper, factor=None if wrapper in OF_TORCH else 1)
 
 
@@ -1216,14 +1216,17 @@ class Ranks:
         self.pids = [future.result() for future in futures]
 
     def run(self, function, arguments, limit_s):
-        """function(**arguments) on every rank -> what rank 0 returns. Raises what has failed, what
-        several ranks say once; then the ranks are of no more use, as some may be inside a
-        collective.
+        """function(**arguments) on every rank -> what rank 0 returns. Raises AssertionError, which
+        says what has failed, and on which ranks. Then the ranks are of no more use, as some may be
+        inside a collective.
 
         The others get a second to say what they saw: the rank that is first to raise is often the
         one that noticed, not the one to blame.
         """
-        futures = [pool.submit(attempt, function, arguments) for pool in self.pools]
+        try:
+            futures = [pool.submit(attempt, function, arguments) for pool in self.pools]
+        except BrokenProcessPool:
+            raise AssertionError("a rank has died since the check before") from None
         wait(futures, limit_s, FIRST_EXCEPTION)
         done, working = wait(futures, timeout=1)
         ranks_of = defaultdict(list)  # {what has failed: ranks}
@@ -1261,14 +1264,13 @@ class Groups:
         self.of_size = {}
 
     def run(self, function, arguments, W, limit_s):
-        """function(**arguments) on W ranks -> what rank 0 returns. A group that has failed goes."""
+        """As Ranks.run, on W ranks. A group that has failed goes."""
+        if W not in self.of_size:
+            self.of_size[W] = Ranks(W)
         try:
-            if W not in self.of_size:
-                self.of_size[W] = Ranks(W)
             return self.of_size[W].run(function, arguments, limit_s)
-        except Exception:  # a rank may also have died since the last check
-            if W in self.of_size:
-                self.of_size.pop(W).kill()
+        except AssertionError:
+            self.of_size.pop(W).kill()
             raise
 
     def kill(self):
@@ -1287,7 +1289,7 @@ class Row:
 
     @property
     def words(self):
-        """What the arguments say: values that speak for themselves, others with their names."""
+        """Of the name: values that speak for themselves, others with the argument's name."""
         words = []
         for name, value in self.arguments.items():
             if value == MODULES:
@@ -1326,6 +1328,17 @@ def rows_of(check, is_full):
             row = Row(check, arguments.pop("W"), arguments)
             rows.setdefault(row.name, row)
     return list(rows.values())
+
+
+def chosen_parts(names, is_full):
+    """{claim: rows} of the proof: those whose name has one of these names in it, or all."""
+    parts = {}
+    for claim, checks in PROOF.items():
+        for check in checks:
+            for row in rows_of(check, is_full):
+                if not names or any(name in row.name for name in names):
+                    parts.setdefault(claim, []).append(row)
+    return parts
 
 
 def run_parts(parts):
@@ -1386,23 +1399,20 @@ def main():
     parser.add_argument("--module", metavar="FILE", help="compare all wrappers of its module()")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all, not the row that is under way
-    if options.list:
-        for checks in PROOF.values():
-            for function in checks:
-                print(f"{function.__name__:22s} {' '.join(function.__doc__.split())}")
-        return 0
-    parts = {}
     if options.module:
-        parts[own_module.__doc__] = rows_of_file(options.module, parser)
-    for claim, checks in PROOF.items():
-        for row in itertools.chain(*(rows_of(check, options.full) for check in checks)):
-            is_chosen = not options.names or any(name in row.name for name in options.names)
-            if is_chosen and not options.module:
-                parts.setdefault(claim, []).append(row)
+        claim = f"The module of {options.module} ends on the bits of one process, in any wrapper"
+        parts = {claim: rows_of_file(options.module, parser)}
+    else:
+        parts = chosen_parts(options.names, options.full)
     if not parts:
         parser.exit(2, f"verify.py: no row has a name with {' or '.join(options.names)}: --list "
                        f"shows checks, some rows run with --full only, and `python -m pytest -k "
                        f"NAME` runs what is in tests/\n")
+    if options.list:
+        for rows in parts.values():
+            for function in dict.fromkeys(row.check for row in rows):
+                print(f"{function.__name__:22s} {' '.join(function.__doc__.split())}")
+        return 0
     return 1 if run_parts(parts) else 0
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from params import slug
+from tests.params import slug
 from verify import MODULES
 
 

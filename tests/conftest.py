@@ -22,7 +22,7 @@ from unittest import mock
 
 import pytest
 
-from params import ROOT, slug
+from tests.params import ROOT, slug
 
 
 def pytest_addoption(parser):
@@ -37,7 +37,7 @@ def pytest_configure():
 
 # What the server loads for all ranks and runs: also what torch imports only when it is used. The
 # parts of torch.compile take 2.5 s.
-TESTS = [path.stem for path in (ROOT / "tests").glob("*.py")]
+TESTS = [f"tests.{path.stem}" for path in (ROOT / "tests").glob("[a-z]*.py")]
 PRELOAD = ["verify", "pytest", *TESTS, "torch._dynamo", "torch.distributed.checkpoint", "tiktoken",
            "regex", "numpy.ma", "functorch.compile", "torch.distributed.fsdp.sharded_grad_scaler"]
 

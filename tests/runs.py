@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from params import ROOT
+from tests.params import ROOT
 
 
 # A rate so high, and constant, that any difference shows in the hash after four steps. Everything

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from common import two_at_a_time
-from params import ROOT
-from runs import ask, finish, flags, lines_of, refused, saved, write_line
+from tests.common import two_at_a_time
+from tests.params import ROOT
+from tests.runs import ask, finish, flags, lines_of, refused, saved, write_line
+from tests.wrappers import adafactor
 from verify import fresh, same_bits, uncut, zoo_loss
-from wrappers import adafactor
 from zero import Zero2
 
 

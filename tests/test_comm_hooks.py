@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from ddp import DDP
 from oracle import average_gradients
+from tests.wrappers import WRAPPERS
 from trainer.comm_hooks import top_k_hook, TopKState
 from verify import compare, distributed, fresh, gather, same_bits, zoo_loss
-from wrappers import WRAPPERS
 
 
 @pytest.mark.ranks(1, 2)

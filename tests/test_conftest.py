@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from params import ROOT
+from tests.params import ROOT
 
 BROKEN = '''
 import os, signal, sys, time
@@ -93,7 +93,7 @@ EXPECTED = {
 def copy_of_conftest(folder, tests):
     """A folder in which pytest runs these tests with our conftest.py."""
     (folder / "tests").mkdir()
-    for name in ("conftest.py", "params.py"):
+    for name in ("__init__.py", "conftest.py", "params.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "tests/test_x.py").write_text(tests)

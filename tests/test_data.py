@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runs import finish, lines_of, write_line
+from tests.runs import finish, lines_of, write_line
 
 
 def log_samples(folder):

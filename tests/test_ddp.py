@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import ddp
-from common import native, planted, raises
 from ddp import DDP
+from tests.common import native, planted, raises
+from tests.wrappers import WRAPPERS
 from verify import BF16, every_collective, fresh, live_bytes, our_ddp, small_gpt
-from wrappers import WRAPPERS
 from zero import Zero2
 
 

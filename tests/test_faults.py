@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 import torch
 
-from params import full
-from runs import ask, finish, in_update, lines_of, run_train
+from tests.params import full
+from tests.runs import ask, finish, in_update, lines_of, run_train
 
 STEPS = 4
 

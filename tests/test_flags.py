@@ -6,9 +6,9 @@ import re
 import sys
 from functools import partial
 
-from common import two_at_a_time
-from params import ROOT
-from runs import flags, flip_a_bit, in_update, refused, saved, spoil, this_rank
+from tests.common import two_at_a_time
+from tests.params import ROOT
+from tests.runs import flags, flip_a_bit, in_update, refused, saved, spoil, this_rank
 
 # Command lines that end with one line, which names the file or, where there is none, the flag.
 # Adding one costs a third of a second. DATA is a folder of good and bad texts, made by the check.
@@ -21,7 +21,7 @@ BAD = """--no_such_flag=1 | --lr=fast | --lr=nan | --lr=-1 | --max_steps=0 | --m
 --out_dir=DATA/fine.txt | --param_dtype=bf16 | --comm_hook=topk | --comm_hook=zip --mode=ddp
 --offload | --topk_ratio=2 --mode=ddp --comm_hook=topk | --dtype=fp16 --mode=ddp --comm_hook=topk
 --shard_size=1 --mode=ddp | --micro_batch_size=most | --resume=DATA/missing | --device=abacus
---optimizer=sgd | --optimizer=muon --mode=torch-fsdp 
+--optimizer=sgd | --optimizer=muon --mode=torch-fsdp
 --trace --profile=2 | --eval_only | --init_from=gpt2 | --min_lr=1 | --dataset=DATA/bin.txt"""
 NAMED = {  # and those whose line names something else
     "--micro_batch_size=auto": "memory_limit_gb", "--wandb": "install wandb", "--beta2=1": "beta",

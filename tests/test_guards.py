@@ -20,13 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from common import full_training, planted, raises, training
 from ddp import DDP
-from params import ROOT
-from runs import run_alone, run_train
+from tests.common import full_training, planted, raises, training
+from tests.params import ROOT
+from tests.runs import run_alone, run_train
+from tests.wrappers import PLAIN, WRAPPERS
 from verify import (difference, distributed, every_collective, fresh, no_sync, plain_names,
                     same_bits, STAGES, zoo_loss)
-from wrappers import PLAIN, WRAPPERS
 
 
 def recorded(wrapper, name, **options):

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import on_meta
 from model import GPT, GPTConfig, PRESETS
-from params import full, ROOT
-from runs import finish, refused
+from tests.common import on_meta
+from tests.params import full, ROOT
+from tests.runs import finish, refused
 from verify import same_bits, small_gpt
 
 

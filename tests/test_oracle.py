@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 import oracle
-from params import full
+from tests.params import full
 from verify import gather
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from params import slug
+from tests.params import slug
 from verify import PROOF, rows_of
 
 

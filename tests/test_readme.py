@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from ddp import DDP
-from params import full, ROOT, slug
-from runs import finish, run_train
+from tests.params import full, ROOT, slug
+from tests.runs import finish, run_train
 from verify import gather, PROOF, rows_of, STAGES
 
 

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
 from model import GPT, GPTConfig
-from params import full, slug
-from runs import (execute, fail, finish, flags, FORK, in_update, lines_of, nothing, record_trackers,
-                  run_train, spoil, write_line)
+from tests.params import full, slug
+from tests.runs import (execute, fail, finish, flags, FORK, in_update, lines_of, nothing,
+                        record_trackers, run_train, spoil, write_line)
 from verify import adamw, clip_by_hand, MAX_NORM, STAGES
 
 MODES = ("single", "naive", "ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-fsdp")

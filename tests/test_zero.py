@@ -17,12 +17,12 @@ import torch.nn as nn
 
 import ddp
 import zero
-from common import full_training, on_meta, raises, training
 from model import GPT, GPTConfig, PRESETS
-from params import full, ROOT
+from tests.common import full_training, on_meta, raises, training
+from tests.params import full, ROOT
+from tests.wrappers import adafactor, Lamb, muon, PLAIN, WRAPPERS
 from verify import (Chain, compare, every_collective, fresh, gather, live_bytes, ORDERS, same_bits,
                     small_gpt, STAGES, uncut, zoo_loss)
-from wrappers import adafactor, Lamb, muon, PLAIN, WRAPPERS
 from zero import Zero2, Zero3
 
 FLAT_FP32 = ("gpt", "odd", "lora")

@@ -1,0 +1,1 @@
+"""What is checked beside the proof: `python -m pytest`."""
