@@ -69,6 +69,8 @@ def pytest_make_parametrize_id(val, argname):
         return f"W{val}"
     if isinstance(val, str):
         return slug(val)
+    if val is None or isinstance(val, int):
+        return f"{argname}_{val}"
     return getattr(val, "__name__", None)
 
 
