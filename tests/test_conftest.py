@@ -14,7 +14,7 @@ import pytest
 from tests.params import ROOT
 
 BROKEN = '''
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import pytest
 import torch.distributed as dist
 
@@ -71,6 +71,18 @@ def test_prints():
     print("seen on a rank")
     assert rank() == 0, "for its output"
 
+@pytest.mark.ranks(2)
+def test_is_quiet():
+    if rank() == 1:
+        threading.Timer(0.2, os._exit, [0]).start()
+
+def test_waits():
+    time.sleep(1)
+
+@pytest.mark.ranks(2)
+def test_finds_a_rank_gone():
+    pass
+
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("word", ["a b"])
 def test_passes(word, W):
@@ -87,6 +99,7 @@ EXPECTED = {
     "test_exits[W2]": r"rank 0: SystemExit: 3 .*\n +rank 1: SystemExit: ",
     "test_asserts_without_words[W2]": r"rank 0, 1: assert rank\(\) == 5 \(",
     "test_hangs_without_ranks": r"TimeoutError: the limit of this test, 1 s, is over",
+    "test_finds_a_rank_gone[W2]": r"a rank has died since the check before$",
     "test_prints[W2]": r"seen on a rank\nseen on a rank$"}
 
 
@@ -129,7 +142,7 @@ def test_failures_are_told(tmp_path):
         report = re.search(rf"^_+ {re.escape(name)} _+\n(.*?)^_", done.stdout + "\n_", re.M | re.S)
         assert len(re.findall(fact, report[1], re.M)) == 1, f"no {fact}: {report[1]}"
     assert "test_is_skipped[W2] SKIPPED (for want of a reason)" in done.stdout, done.stdout
-    assert f"{len(EXPECTED)} failed, 2 passed, 1 skipped" in done.stdout, done.stdout
+    assert f"{len(EXPECTED)} failed, 4 passed, 1 skipped" in done.stdout, done.stdout
     assert "test_passes[a_b-W2] PASSED" in done.stdout, done.stdout
     assert_all_have_ended(tmp_path)
 

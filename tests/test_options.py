@@ -127,7 +127,7 @@ def assert_same(wrapper, modules, naive="naive", around=None, **options):
     training(2, "zero3 uncut bf16", "gpt", "lora", naive="zero3 bf16"),
     training(2, "zero3 uncut", "odd", "lora", odd_step=forwards_between, optimizer=muon),
     training(2, "zero2 uncut", "odd", "lora", odd_step=no_sync_around_backward,
-           optimizer=Lamb),
+             optimizer=Lamb),
     training(2, "zero1", "lora", "odd", optimizer=sgd),
     training(2, "zero3", "lora", "odd", optimizer=sgd),
     training(3, "zero2", "lora", "odd", optimizer=foreach),

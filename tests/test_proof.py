@@ -1,10 +1,13 @@
-"""The rows of verify.py."""
+"""The rows of verify.py, and its command line."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 
-from tests.params import slug
+from tests.params import ROOT, slug
 from verify import PROOF, rows_of
 
 
@@ -25,3 +28,38 @@ def test_proof(check, arguments):
     """W ranks have the bits of one process, of oracle.py and of torch's wrappers, and the bytes of
     the paper: see verify.PROOF."""
     check(**arguments)
+
+
+OWN = """
+import torch
+from torch import distributed as dist
+
+def module():
+    return torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(4, 4)])[0])
+
+def loss(model, step, number):
+    x = torch.ones(2, 4) * (number + 1)
+    {more}
+    return model(x).square().mean()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("more, words, status, fact", [
+    pytest.param("", ["--module", "own.py"], 0, " passed, 0 failed", id="module"),
+    pytest.param("x = x + (dist.is_initialized() and dist.get_rank() == 1)", ["--module", "own.py"],
+                 1, "FAILED ddp", id="module_that_differs"),
+    pytest.param("raise OSError('gone')", ["--module", "own.py"], 2, "own.py: OSError: gone",
+                 id="module_that_raises"),
+    pytest.param("", ["--module", "none.py"], 2, "none.py: FileNotFoundError", id="no_module"),
+    pytest.param("", ["one_process W=9"], 2, "no row has a name with one_process W=9", id="no_row"),
+    pytest.param("", ["one_process W=1 zero1"], 0, "1 passed, 0 failed", id="name"),
+    pytest.param("", ["traffic", "--list"], 0, "traffic_is_the_formulas", id="list")])
+def test_verify_takes(more, words, status, fact, tmp_path):
+    """verify.py's words: a module of a file, names of rows, --list; mistakes are one line."""
+    (tmp_path / "own.py").write_text(OWN.format(more=more))
+    done = subprocess.run([sys.executable, ROOT / "verify.py", *words], cwd=tmp_path, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+    printed = done.stdout + done.stderr
+    assert done.returncode == status and fact in printed, printed
+    assert status < 2 or len(done.stderr.splitlines()) == 1, printed
