@@ -311,7 +311,7 @@ def put_together(model, plain, kept):
         holders = [rank for rank, of_rank in enumerate(of_ranks) if what in of_rank]
         name, _, dtype, _ = of_ranks[holders[0]][what]
         n_holders = 1 if name in getattr(model, "uncut", ()) else len(of_ranks)
-        assert len(holders) == n_holders, f"{what}: ranks {holders} have one"
+        assert len(holders) == n_holders, f"{what} is on ranks {holders}, not on {n_holders} rank"
         p = parameters[name]
         flat = torch.full((p.numel(),), math.nan, dtype=dtype)
         n_parts = 0

@@ -355,6 +355,14 @@ def test_families_differ(shared_folder):
             family_of[digest] = name
 
 
+def test_short_rest_has_no_trace(tmp_path):
+    """A run that resumes with --trace, and has less than three steps left, goes on and says so."""
+    finish(tmp_path, save_interval=1)
+    found = finish(tmp_path, save_interval=1, resume="auto", max_steps=6, trace=True)
+    assert "no trace: it begins in the third step, and there are 2 more" in found["stdout"]
+    assert found["steps"] == 6
+
+
 def die_in(*functions):
     """Kill this process as `kill -9` does when it next calls one of os's functions."""
     def die(*_, **__):
