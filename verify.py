@@ -800,8 +800,7 @@ FLAT = ("gpt", "odd", "mixed", "lora")
 ORDERS = ("experts", "caller", "again", "skipping")  # units in another order on each rank
 SUMS = ("odd", "mixed")  # strides, dtypes, and parameters that some ranks have not used
 # What the stages of oracle.py can take. Not "odd", "experts" and "skipping", in which ranks use
-# different parameters or units; a weight of "odd" is not contiguous, either: see `Even`. And not
-# what is frozen inside a checkpoint.
+# different parameters or units; a weight of "odd" is not contiguous, either: see `Even`.
 BY_HAND_TAKES = ("gpt", "even", "mixed", "lora", "caller", "again", "recomputed")
 
 
@@ -1109,7 +1108,7 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, reduce_dtyp
 PROOF = {
     "W ranks, in any wrapper, end on the bits of one process that runs a plain loop":
         [bits_of_one_process],
-    "Each stage ends on the bits of oracle.py, in every module that this can take":
+    "Each stage ends on the bits of oracle.py, in modules that this can take":
         [stages_are_the_oracles],
     "At W = 2 torch's own wrappers end on the same bits as ours": [bits_of_torch],
     "A rank receives and holds the bytes of the ZeRO paper's formulas":
@@ -1395,7 +1394,7 @@ def rows_of_file(file, parser):
     try:
         task = task_of(path)
         module = task.module()
-        task.optimizer(module.parameters())
+        make_optimizers(task.optimizer, module.parameters())
         task.loss(module, 0, 0).backward()
     except (Exception, SystemExit) as error:
         fact = " ".join(f"{file}: {type(error).__name__}: {error}".split())

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp
 from ddp import DDP
 from tests.common import native, planted, raises
 from tests.wrappers import WRAPPERS
-from verify import BF16, every_collective, fresh, live_bytes, our_ddp, small_gpt
+from verify import BF16, every_collective, fresh, live_bytes, our_ddp, same_bits, small_gpt
 from zero import Zero2
 
 
@@ -131,6 +132,44 @@ def test_ddp_goes_at_once(wrapper):
             time.sleep(0.01)
     finally:
         gc.enable()
+
+
+class LeavesUndefined(torch.autograd.Function):
+    """Has no gradient for w, which it takes part in computing."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.v = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x, is_left_out):
+        x = x * self.v
+        return LeavesUndefined.apply(x, self.w) if is_left_out else x * self.w
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("left_out", [(False, True), (True, False), (True, True)])
+def test_undefined_gradients_count_as_used(left_out):
+    """A parameter that a backward has reached, and left without a gradient, is no unused one: it
+    has the gradients that torch's DDP gives it."""
+    rank = dist.get_rank()
+    found = []
+    for wrap in (DistributedDataParallel, DDP):
+        module = Product()
+        model = wrap(module)
+        for step in range(2):
+            model(torch.ones(3) * (rank + 1), left_out[rank]).sum().backward()
+        found.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+    same_bits(*found)
 
 
 class Batch(dict):

@@ -5,6 +5,7 @@ After each, metrics.jsonl has every step once, and the bits are those of an undi
 
 import itertools
 import os
+import pathlib
 import pkgutil
 import resource
 import signal
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from tests.params import full
-from tests.runs import ask, finish, in_update, lines_of, run_train
+from tests.runs import ask, finish, in_update, lines_of, run_train, saved, write_line
 
 STEPS = 4
 
@@ -148,3 +149,39 @@ def test_faults_cost_no_line(fault, tmp_path):
     assert found == expected, f"other bits after {fault}"
     left = [path.name for path in out.glob(".*")]
     assert not left, f"left over: {left}"
+
+
+def note_early_renames(log):
+    """Plant a note of every file that this process has written and renames, or whose folder it
+    renames, before it is synced: after a power cut a name without content would be left."""
+    begin_s = time.time()
+    synced = set()  # inodes
+    fsync = os.fsync
+
+    def noted_fsync(file):
+        descriptor = file if isinstance(file, int) else file.fileno()
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(file)
+
+    def noted(rename):
+        def renamed(source, target, **options):
+            for path in (pathlib.Path(source), *pathlib.Path(source).rglob("*")):
+                is_new = path.is_file() and path.stat().st_mtime > begin_s
+                if is_new and not path.is_symlink() and path.stat().st_ino not in synced:
+                    write_line(log, str(path))
+            rename(source, target, **options)
+
+        return renamed
+
+    os.fsync, os.rename, os.replace = noted_fsync, noted(os.rename), noted(os.replace)
+
+
+def test_files_are_synced_before_they_get_their_names(tmp_path):
+    """Tokens, checkpoints, and the metrics of a run that goes back to an earlier checkpoint."""
+    out = tmp_path / "out"
+    log = tmp_path / "early"
+    plant = partial(note_early_renames, log)
+    finish(out, save_interval=1, plant=plant)
+    finish(out, save_interval=1, resume=out / "step_00000003", plant=plant)
+    assert not log.exists(), f"renamed before they were synced: {lines_of(log)}"
+    assert [*out.glob("tokens-*")] and saved(out)[-2:] == [3, 4]
