@@ -157,7 +157,8 @@ class Product(nn.Module):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("left_out", [(False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("left_out", [(False, True), (True, False), (True, True)],
+                         ids=["by_rank_1", "by_rank_0", "by_both"])
 def test_undefined_gradients_count_as_used(left_out):
     """A parameter that a backward has reached, and left without a gradient, is no unused one: it
     has the gradients that torch's DDP gives it."""
