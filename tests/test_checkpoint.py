@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.common import two_at_a_time
 from tests.params import ROOT
-from tests.runs import ask, finish, flags, lines_of, refused, saved, write_line
+from tests.runs import ask, finish, flags, lines_of, refused, saved, this_rank, write_line
 from tests.wrappers import adafactor
 from verify import fresh, same_bits, uncut, zoo_loss
 from zero import Zero2
@@ -43,6 +43,18 @@ MISFITS = (("n_layer", 3, r"(blocks\.2|n_layer)"), ("n_embd", 32, "(wte.weight|n
            ("resume", "nowhere", "nowhere"))
 
 
+def log_names(folder):
+    """Plant a log of what out_dir has when a checkpoint was written, and does not count yet."""
+    save = dcp.save
+
+    def logged(tensors, **options):
+        save(tensors, **options)
+        if this_rank() == 0:  # which publishes it
+            write_line(folder / "names", os.listdir(folder / "sound"))
+
+    dcp.save = logged
+
+
 def test_damaged_checkpoints_are_named(tmp_path):
     """Whichever file of a checkpoint is changed, cut off or missing is named, exit status 2;
     --resume auto says so and takes the one before, on the same bits. What is no checkpoint of this
@@ -59,7 +71,10 @@ def test_damaged_checkpoints_are_named(tmp_path):
     sound = tmp_path / "sound"
     newest = "step_00000004"
     options = dict(mode="zero2", save_interval=1, eval_steps=0)
-    expected = finish(sound, 2, **options)["param_sha256"]
+    plant = partial(log_names, tmp_path)
+    expected = finish(sound, 2, plant=plant, **options)["param_sha256"]
+    *_, shown = lines_of(tmp_path / "names")
+    assert "step_00000003" in shown and newest not in shown, f"{shown} before all is written"
     names = sorted(path.name for path in (sound / newest).iterdir())
     assert '"scaler": {}' in (sound / newest / "checkpoint.json").read_text(), "fp32 is scaled"
     damages = (flip, os.remove, make_unreadable)

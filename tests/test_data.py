@@ -27,6 +27,8 @@ def test_data_and_rates_are_as_promised(tmp_path):
     """No sample comes twice in an epoch, and epochs have another order. nanoGPT's folders are read.
     Warm-up is linear, then a cosine. (That ranks take the samples in this order is what the hashes
     of any number of ranks show.)"""
+    import train
+
     n = 50
     batch = 12
     steps = 8
@@ -36,7 +38,7 @@ def test_data_and_rates_are_as_promised(tmp_path):
     for name, ids in (("train.bin", tokens), ("val.bin", tokens[:5])):  # 50 blocks, and one
         np.array(ids, dtype=np.uint16).tofile(tmp_path / name)
     finish(tmp_path / "out", dataset=tmp_path, block_size=4, global_batch_size=batch, eval_steps=1,
-           micro_batch_size=2, max_steps=steps, min_lr=0.001,
+           micro_batch_size=2, max_steps=steps, min_lr=None,
            plant=partial(log_samples, tmp_path))
     order = []
     for numbers in lines_of(tmp_path / "order"):
@@ -48,6 +50,13 @@ def test_data_and_rates_are_as_promised(tmp_path):
     (tmp_path / "text").write_text("a" * 9000 + "b" * 1000)
     ends = finish(tmp_path / "out", dataset=tmp_path / "text", max_steps=40, micro_batch_size=2,
                   eval_interval=40, eval_steps=99)
+    assert lines_of(tmp_path / "out/metrics.jsonl")[-1]["lr"] == 0.01, "--min_lr is 0.01, and --lr"
+    config = train.Config(block_size=4, global_batch_size=batch)
+    orders = []
+    for seed in (1, 2):
+        config.seed = seed
+        orders.append(train.global_batch(np.zeros(4 * n + 1), 1, config).tolist())
+    assert orders[0] != orders[1], "the order does not depend on the seed"
     assert ends["train_loss"] < 1 and ends["val_loss"] > 4, "the last tenth validates"
     assert len(order) == steps * batch, f"{len(order)} samples in {steps} steps of {batch}"
     in_epoch = n // batch * batch

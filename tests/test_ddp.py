@@ -1,10 +1,11 @@
 """ddp.py: buckets, overlap, memory, and parameters that are not used."""
 
 import gc
+import math
 import re
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext
 from functools import partial
 
@@ -19,7 +20,7 @@ from ddp import DDP
 from tests.common import native, planted, raises
 from tests.wrappers import WRAPPERS
 from verify import BF16, every_collective, fresh, live_bytes, our_ddp, same_bits, small_gpt
-from zero import Zero2
+from zero import cast_floats, Zero2
 
 
 @pytest.mark.ranks(2, 3)
@@ -31,6 +32,7 @@ def test_ddp_keeps_one_gradient():
     model = our_ddp(module, bucket_cap_mb=0.005)
     n_bytes = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     places = []  # {address: bytes} of a step
+    kept = None
     for step in range(4):
         with model.no_sync() if step == 1 else nullcontext():
             model(torch.ones(3, 5), 0).backward()
@@ -41,9 +43,18 @@ def test_ddp_keeps_one_gradient():
         padding = len(places[-1]) * dist.get_world_size() * 16  # to equal chunks of 16 bytes each
         assert found <= n_bytes + padding, f"gradients take {found} bytes, parameters {n_bytes}"
         assert module.inner.weight.grad.stride() == (1, 5), "not the parameter's strides"
+        if step == 3:  # the step before has set zeros
+            assert module.inner.weight.grad is kept, "`.grad` is another object"
+        kept = module.inner.weight.grad
         model.zero_grad(set_to_none=step != 2)
     assert all(place == places[0] for place in places), f"other memory: {places}"
-    del module, model, storages
+    plain = fresh("odd")
+    plain(torch.ones(3, 5), 0).backward()
+    model(torch.ones(3, 5), dist.get_rank()).backward()  # rank 0 alone uses what is used sometimes
+    mean = plain.sometimes.weight.grad / dist.get_world_size()
+    assert torch.allclose(module.sometimes.weight.grad, mean), "others did not send zeros"
+    assert module.never.weight.grad is None, "nobody has used it"
+    del module, model, storages, kept, plain, mean
     assert live_bytes() <= before + 1024, f"{live_bytes() - before} bytes are left"
 
 
@@ -73,6 +84,9 @@ def test_buckets_fill_in_order():
     assert_buckets([[0, 2], [1, 3, 5, 7], [4, 6]], *[fp32, fp64] * 4)
     assert_buckets([[0, 2], [1]], fp32, trained, fp32)
     assert_buckets([[0], [1], [2]], fp32, large, fp32)
+    assert_buckets([[0], [1]], fp32, torch.empty(2**17, device="meta"))
+    buckets = ddp.fill_buckets([torch.empty(64)] * 4, 512)  # less than first_bytes
+    assert [len(bucket) for bucket in buckets] == [2, 2], "the first limit is above the cap"
 
 
 @pytest.mark.ranks(2, 3)
@@ -182,6 +196,7 @@ class Batch(dict):
 class Unpacks(nn.Linear):
     def forward(self, batch, nested):
         assert type(batch) is Batch and nested[0]["y"].dtype == torch.int64
+        assert nested[1]["z"][0].dtype == batch.x.dtype, "what is in a list in a dict is left out"
         return super().forward(batch.x) + super().forward(nested[1].x)
 
 
@@ -190,12 +205,15 @@ def test_inputs_keep_their_containers():
     """Inputs in subclasses of dict are moved to device_ids by DDP, and cast to param_dtype by the
     stages, as torch does it; DDP has what Lightning and Accelerate touch of torch's."""
     batch = Batch(x=torch.ones(2, 4))
-    inputs = batch, [{"y": torch.arange(3)}, Batch(x=torch.ones(2, 4))]
+    inputs = batch, [{"y": torch.arange(3)}, Batch(x=torch.ones(2, 4), z=[torch.ones(1)])]
     for wrap in (partial(DDP, device_ids=[torch.device("cpu")]), partial(Zero2, **BF16)):
         model = wrap(Unpacks(4, 4))
         model(*inputs).float().sum().backward()
         assert batch.x.dtype == torch.float32, "the script's own batch was cast"
         assert all(p.grad is not None for p in model.parameters())
+    lists = defaultdict(list, x=[torch.ones(1)])
+    found = cast_floats(lists, torch.bfloat16)
+    assert found["x"][0].dtype == torch.bfloat16 and found["y"] == [], "no defaultdict any more"
     model = DDP(nn.Linear(4, 4))
     model.reducer.prepare_for_backward([])
     assert not model.static_graph and not model.reducer._rebuild_buckets()
@@ -219,4 +237,26 @@ def test_unused_parameters_are_named():
         text = raises(RuntimeError, "never.weight", model(torch.ones(3, 5), turn).backward)
         named = set(re.findall(r"(never|sometimes)\.weight", text))
         assert named == expected, f"named are {named}, expected are {expected}: {text}"
+        assert model._backward is None and model._has_averaged, "the backward is not over"
+        assert not any(bucket.unreduced for bucket in model._buckets), "something is unreduced"
+        assert model.module.never.weight.grad is None, "nobody has used it"
+        with model.no_sync():
+            model(torch.ones(3, 5), turn).backward()
+        assert not model._has_averaged, "a backward in no_sync() does not average"
         model.zero_grad()
+
+
+@pytest.mark.ranks(2)
+def test_clipping_is_as_promised():
+    """Gradients are divided, and scaled only if their norm is too large; max_norm inf does not
+    clip; a complex number counts as two; a rank that has no gradients takes part."""
+    for max_norm, divide_by, factor in ((10, 1, 1), (1, 1, 0.2), (10, 2, 0.5), (1, 2, 0.2),
+                                        (math.inf, 1, 1), (math.inf, 2, 0.5)):
+        z = torch.tensor(3 + 4j)
+        norm = ddp.clip_gradients_([z], max_norm, divide_by=divide_by)
+        what = f"max_norm {max_norm}, divide_by {divide_by}"
+        assert norm.dtype == torch.float64 and norm == 5 / divide_by, f"{what}: norm {norm}"
+        assert torch.allclose(z, factor * torch.tensor(3 + 4j)), f"{what}: {z}"
+    t = torch.tensor([0.1, 0.2])
+    norm = ddp.clip_gradients_([t] if dist.get_rank() == 0 else [], 1, dist.group.WORLD)
+    assert abs(norm - t.double().norm()) < 1e-12, "not the norm of all ranks in float64"

@@ -135,6 +135,14 @@ def test_mistakes_are_named(wrapper):
     model(x, 0).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     raises(RuntimeError, "modified", old.backward)
+    if wrapper == "zero3":  # by hand, while all of it is whole
+        model = wrap(nn.Linear(5, 2))
+        found = model(x.clone().requires_grad_()).sum()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(2)
+        raises(RuntimeError, "modified", found.backward)
+        model = wrap(fresh("lora"))
     of_torch = DistributedDataParallel(fresh("lora"))
     for module in (model, nn.Sequential(DDP(fresh("lora"))), of_torch):
         raises(RuntimeError, "wrap the plain module", wrap, module)
@@ -633,6 +641,38 @@ class Phases(nn.Module):
 def keeps_complex_views(s):
     s.x = s.x.clone().requires_grad_()  # or the first block, which is freed, would keep none
     s.step()
+
+
+class Negated(nn.Module):
+    """A weight that is seen with another sign, and kept so for the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x):
+        return x * torch.view_as_complex(self.w).conj().imag
+
+
+@script(build=partial(Net, unit=Negated))
+def keeps_negated_views(s):
+    s.x = s.x.clone().requires_grad_()
+    s.step()
+
+
+@script()
+def keeps_by_hooks_of_its_own(s):
+    kept = []
+
+    def pack(t):
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = s.loss()
+    assert len(kept) > 3, "the outputs of three tanh and of the last layer"
+    loss.backward()
+    s.optimizer.step()
 
 
 # ---- no_sync()

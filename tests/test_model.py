@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, GPTConfig, PRESETS
-from tests.common import on_meta
+from model import apply_rotary, GPT, GPTConfig, PRESETS, rotary_tables
+from tests.common import on_meta, planted, raises
 from tests.params import full, ROOT
 from tests.runs import finish, refused
 from verify import same_bits, small_gpt
@@ -75,7 +75,9 @@ def test_model_is_a_llama(backend):
     targets = idx.roll(-1).masked_fill(idx < 3, -1)
     for how, options in VARIANTS.items():
         gpt = small_gpt(tied=False, n_layer=1, **options)
-        gpt.norm.weight.data += torch.arange(24) / 24  # or it would be ones
+        norms = [m for m in gpt.modules() if isinstance(m, torch.nn.RMSNorm)]
+        for i, norm in enumerate(norms, start=1):
+            norm.weight.data += torch.arange(24) / 24 / i  # or they would be ones, all alike
         if how == "compiled":
             compile = partial(torch.compile, backend=backend)
             with mock.patch.object(torch, "compile", compile):
@@ -96,6 +98,10 @@ def test_model_is_a_llama(backend):
     assert calls["explicit"] == 0, "explicit attention calls SDPA"
     assert calls["recomputed"] == 2, f"a recomputed block calls SDPA {calls['recomputed']} times"
     same_bits(found["plain"], found["recomputed"], "recomputed")
+    raises(ValueError, "17 tokens", gpt, torch.zeros(1, 17, dtype=torch.int64))
+    x = torch.ones(1, 1, 16, 6, dtype=torch.bfloat16)
+    turned = apply_rotary(x, *rotary_tables(16, 6, 10000.0, x.device))
+    assert turned.dtype == x.dtype, f"rotary positions make {turned.dtype} of {x.dtype}"
     assert gpt.generate(idx, 3, top_k=2).shape == (2, 19), "three tokens were to be added"
     likeliest = llama_logits(gpt, idx)[:, -1].argmax(-1)
     for options in (dict(temperature=0), dict(top_k=1)):
@@ -123,7 +129,8 @@ def test_model_is_as_named():
     late = on_meta(small_gpt).to_empty(device="cpu")
     first, second = gpt.blocks
     assert not torch.equal(first.mlp.down.weight, second.mlp.down.weight), "blocks are alike"
-    late.init_weights()
+    with mock.patch("builtins.hash", planted):  # of a string: another one in each process
+        late.init_weights()
     same_bits(gpt.state_dict(), late.state_dict(), "from meta")
     deeper = small_gpt(n_layer=3).state_dict()
     other = small_gpt(seed=1).state_dict()

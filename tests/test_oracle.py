@@ -1,6 +1,7 @@
 """oracle.py: what its program prints."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import oracle
@@ -38,3 +39,20 @@ def test_oracle_has_one_hash():
         assert hashes["single"] == hashes["2"] == hashes["3"], hashes
         assert hashes["ddp"] == hashes["1"], hashes
         assert (hashes["ddp"] == hashes["2"]) == (micro_steps == 1 or W == 1), hashes
+
+
+@pytest.mark.ranks(3)
+def test_oracle_takes_a_group():
+    """average_gradients of some ranks is their mean, and asks no others; make_shards takes rank 0's
+    buffers, too."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1])
+    module = torch.nn.Linear(1, 1, bias=False)
+    if rank < 2:
+        module.weight.grad = torch.full((1, 1), rank + 1.0)
+        oracle.average_gradients(module, group)
+        assert module.weight.grad == 1.5, f"{module.weight.grad} is not the mean of 1 and 2"
+    norm = torch.nn.BatchNorm1d(2)
+    norm.running_mean.fill_(rank)
+    oracle.make_shards(norm)
+    assert (norm.running_mean == 0).all(), f"rank {rank} has {norm.running_mean}"

@@ -460,9 +460,12 @@ def sha256_of(module):
 def test_a_run_is_a_plain_loop(tmp_path):
     """train.py in one process ends on the bits of these lines: the sum of micro batches, divided
     once, clipped, by AdamW at the rate of metrics.jsonl. Other modes are compared with it."""
-    n = 3  # micro batches of a step
-    result = finish(tmp_path / "out", global_batch_size=n, seed=5, beta1=0.9, beta2=0.99,
-                    weight_decay=0.1, grad_clip=MAX_NORM, plant=partial(log_batches, tmp_path))
+    import train
+
+    n = 6  # micro batches of a step
+    options = dict(global_batch_size=n, seed=5, beta1=0.9, beta2=0.99, weight_decay=0.1,
+                   grad_clip=MAX_NORM)
+    result = finish(tmp_path / "out", plant=partial(log_batches, tmp_path), **options)
     batches = lines_of(tmp_path / "batches")
     entries = lines_of(tmp_path / "out/metrics.jsonl")
     gpt = GPT(GPTConfig(seed=5, vocab_size=257, n_layer=2, n_head=2, n_embd=16, block_size=16,
@@ -484,3 +487,16 @@ def test_a_run_is_a_plain_loop(tmp_path):
             assert abs(ratio - 1) < 1e-12, f"step {step + 1}: {name} is {ratio:.8f} x expected"
     assert len(batches) == n * len(entries), f"{len(batches)} micro batches in {len(entries)} steps"
     assert result["param_sha256"] == sha256_of(gpt), "other bits"
+    found = finish(tmp_path / "two", 2, mode="zero2", **options)["param_sha256"]
+    assert found == result["param_sha256"], "other bits on two ranks"
+    # Losses are finite, and gradients are not, on one rank in the first step.
+    finish(tmp_path / "bad", 2, mode="zero2", plant=partial(spoil, "embedding", (2,), math.inf),
+           **options)
+    skipped = [entry["skipped"] for entry in lines_of(tmp_path / "bad/metrics.jsonl")]
+    assert skipped == [True, False, False, False], f"skipped are {skipped}"
+    config = train.Config(mode="single", optimizer="muon")
+    made = train.make_optimizer(gpt, config)
+    matrices = [p for p in gpt.blocks.parameters() if p.dim() == 2]
+    groups = made.optimizers[1].param_groups
+    assert [group["params"] for group in groups] == [matrices], "Muon takes the matrices of blocks"
+    assert all(made.state[p] for p in gpt.parameters()), "some state is not there before a step"

@@ -109,6 +109,9 @@ def test_uncut_is_the_formulas(stage):
     W = dist.get_world_size()
     gpt = small_gpt(n_layer=4, n_embd=32, vocab_size=64)  # all sizes are multiples of 64 bytes
     chunks = uncut_chunks(sizes_of_units(gpt, lambda p, unit: True), W)
+    loads = [0, 4]
+    owners = zero.choose_owners([torch.ones(2, dtype=torch.float64)], loads)
+    assert [*owners.values()] == [0] and loads == [16, 4], f"{loads} bytes"
     idx = torch.zeros(1, 16, dtype=torch.int64)
     received = Counter()
     before = live_bytes()
@@ -241,6 +244,10 @@ def test_zero3_prefetches():
         #     next, not yet whole   -  5  4  3 ...
         expected[f"forward of unit {i}"] = 1 + min(i + 2, n)
         expected[f"backward of unit {i}"] = 1 + n + min(n - 1 - i, n - 2)
+    inner = nn.ModuleList([nn.Linear(8, 8)])
+    lists = nn.ModuleList([nn.Linear(8, 8), inner, nn.ParameterList(), nn.ParameterDict(), None])
+    units = zero.find_units(nn.Sequential(nn.Sequential(lists)))
+    assert units == [lists[0], inner], f"units are {units}"
     with every_collective(lambda *call: calls.append(call)), model.no_sync():
         model(torch.ones(3, 8, requires_grad=True)).backward()
     for phase, number in expected.items():
@@ -416,6 +423,8 @@ def test_state_dicts_round_trip(stage):
     """Shards are (n, 1, ..., 1), or of an uncut parameter its shape, under the module's names;
     whole and sharded state dicts come back as they were given; a misfit is named, and nothing is
     written then."""
+    [shard] = WRAPPERS[stage](nn.Conv1d(4, 3, 2, bias=False)).parameters()
+    assert shard.shape[1:] in ((1, 1), (4, 2)), f"of (3, 4, 2) a shard is {shard.shape}"
     for name in ("odd", "experts", "again", "mixed"):
         plain = fresh(name)
         model = WRAPPERS[stage](fresh(name))
@@ -428,6 +437,8 @@ def test_state_dicts_round_trip(stage):
             is_part = p.shape[1:] == (1,) * (len(shape) - 1)
             is_all = p.shape == shape and stage.endswith("uncut")
             assert is_part or is_all, f"{n} has shape {shape}, its shard {p.shape}"
+            start = model.shard_starts()[n]
+            assert 0 <= start <= shape.numel(), f"{n}, {shape}: the shard starts at {start}"
         same_bits(good, model.full_state_dict(), name)
         plain.load_state_dict({n: t + 1 for n, t in good.items()})
         model.load_full_state_dict(plain.state_dict())
