@@ -58,7 +58,7 @@ def test_uncut_has_the_bits_of_one_process(wrapper, modules, options):
         compare(WRAPPERS[wrapper], name, f"{wrapper}, {name}", **options)
 
 
-@pytest.mark.parametrize("W", [2, 3, 4])
+@pytest.mark.parametrize("W", [2, 3, full(4)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_uncut_has_one_owner(stage):
     """Of an uncut parameter one rank has a shard, in the parameter's shape; and after a backward
