@@ -1185,8 +1185,8 @@ def join_group(rank, W, folder):
     """A rank's first act. Of more than four ranks only rank 0 is there, in torch's fake group,
     whose collectives do nothing.
 
-    The group's timeout is shorter than any check's limit: where one rank fails the others say what
-    they were waiting for, in place of "no answer".
+    The group's timeout is shorter than most limits: where one rank fails the others say what they
+    were waiting for, in place of "no answer".
     """
     gc.freeze()  # a collection would touch, and so copy, all that the server has loaded
     os.setpgid(0, 0)  # to be killed together with the programs that it starts
@@ -1215,12 +1215,13 @@ def attempt(function, arguments):
         place = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)][-1]
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         text = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split())) or place.line  # gloo's files
+        text = text[:2000]
         file = pathlib.Path(place.filename).name
         raise AssertionError(f"{kind}{text} ({place.name}, {file}:{place.lineno})") from None
 
 
 class Ranks:
-    """W processes in one gloo group, started at once, reused for any number of checks.
+    """W processes in one gloo group, reused for any number of checks; see `join_group` for W > 4.
 
     Each is the only worker of a pool, so that a call can be sent to all of them and awaited with a
     time limit. A worker that dies breaks its pool, which is how that is noticed.

@@ -2,9 +2,10 @@
 
 A test that is marked with ranks(2, 3) is run on 2 ranks, and on 3: all processes of a group call it
 at once, as training does, each with the test's arguments. So is a test that is parametrized with W.
-What a rank raises fails the test, in one line with the rank and the place in our files. So does a
-rank that dies, or hangs until the test's limit; the next test gets a new group. Groups stay for all
-tests of a process: to start one costs more than most tests. A test without W is an ordinary one.
+(From W = 5 on there is one rank, in torch's fake group, whose collectives do nothing.) What a rank
+raises fails the test, in one line with the rank and the place in our files. So does a rank that
+dies, or hangs until the test's limit; the next test gets a new group. Groups stay for all tests of
+a process: to start one costs more than most tests. A test without W is an ordinary one.
 
     @pytest.mark.ranks(2, 3)
     @pytest.mark.parametrize("wrapper", ["ddp", "zero3"])
@@ -22,7 +23,7 @@ from unittest import mock
 
 import pytest
 
-from tests.params import ROOT, slug
+from tests.params import slug
 
 
 def pytest_addoption(parser):
@@ -35,19 +36,19 @@ def pytest_configure():
                       TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
 
 
-# What the server loads for all ranks and runs: also what torch imports only when it is used. The
-# parts of torch.compile take 2.5 s.
-TESTS = [f"tests.{path.stem}" for path in (ROOT / "tests").glob("[a-z]*.py")]
-PRELOAD = ["verify", "pytest", *TESTS, "torch._dynamo", "torch.distributed.checkpoint", "tiktoken",
-           "regex", "numpy.ma", "functorch.compile", "torch.distributed.fsdp.sharded_grad_scaler"]
+# What the server loads for all ranks and runs, also what torch imports only when it is used: the
+# parts of torch.compile take 2.5 s. Not the tests' own files, since one may not be importable.
+PRELOAD = ["verify", "pytest", "tests.conftest", "tests.runs", "torch._dynamo", "functorch.compile",
+           "torch.distributed.checkpoint", "torch.distributed.fsdp.sharded_grad_scaler",
+           "torch.distributed.launcher.api", "tiktoken", "regex", "numpy.ma"]
 
 
 def pytest_sessionstart(session):
     """Start the server that forks ranks, wherever tests run: not in the process that only deals
     them out to workers. It loads torch while this process collects tests."""
     config = session.config
-    deals = config.option.dist != "no" and not hasattr(config, "workerinput")
-    if deals or config.option.collectonly:
+    only_deals_out = config.option.dist != "no" and not hasattr(config, "workerinput")
+    if only_deals_out or config.option.collectonly:
         return
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.resume_global_capture()  # what ranks print is shown with the test
@@ -59,9 +60,14 @@ def pytest_sessionstart(session):
 
 @pytest.hookimpl(trylast=True)  # so that W comes last in ids
 def pytest_generate_tests(metafunc):
-    ranks = metafunc.definition.get_closest_marker("ranks")
-    if ranks:
-        metafunc.parametrize("W", ranks.args)
+    numbers = []
+    for mark in metafunc.definition.iter_markers("ranks"):
+        numbers += mark.args or [None]
+    if not all(isinstance(W, int) and W > 0 for W in numbers):
+        where = metafunc.definition.nodeid
+        raise pytest.UsageError(f"{where}: ranks() takes numbers of ranks, such as ranks(2, 3)")
+    if numbers:
+        metafunc.parametrize("W", sorted(set(numbers)))
 
 
 def pytest_make_parametrize_id(val, argname):
@@ -84,7 +90,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def W():
-    """How many ranks run a test: what it is parametrized with, or none."""
+    """How many ranks run a test: what it is parametrized with; None for any other."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -107,7 +113,7 @@ def shared_folder(request, tmp_path_factory):
 
 def limit_of(item, default_s):
     limit = item.get_closest_marker("limit")
-    return limit.args[0] if limit else default_s
+    return [*limit.args, *limit.kwargs.values()][0] if limit else default_s
 
 
 @pytest.fixture(autouse=True)
@@ -122,9 +128,9 @@ def limited(W, request):
         raise TimeoutError(f"the limit of this test, {limit_s} s, is over")
 
     signal.signal(signal.SIGALRM, end)
-    signal.alarm(limit_s)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
     yield
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -134,23 +140,31 @@ def pytest_pyfunc_call(pyfuncitem):
     if given["W"] is None:
         return None
     function = pyfuncitem.obj
-    arguments = {name: given[name] for name in inspect.signature(function).parameters}
-    call = dict(function=function, arguments=arguments)
+    names = [name for name in inspect.signature(function).parameters if name in given]
+    call = dict(function=function, arguments={name: given[name] for name in names})
+    fact = None
     try:
-        reason = given["groups"].run(on_rank, call, given["W"], limit_of(pyfuncitem, 60))
-        fact = None
+        outcome = given["groups"].run(on_rank, call, given["W"], limit_of(pyfuncitem, 60))
     except AssertionError as error:
         fact = str(error)
-    if fact:
+    if fact is not None:  # not inside of `except`, or pytest would tell it twice
         pytest.fail(fact, pytrace=False)
-    if reason:
-        pytest.skip(reason)
+    if outcome is not None:
+        kind, reason = outcome
+        if kind == "skip":
+            raise pytest.skip.Exception(reason, _use_item_location=True)  # not that of this line
+        pytest.xfail(reason)
     return True
 
 
 def on_rank(function, arguments):
-    """Call function(**arguments) -> why it is skipped, or None."""
+    """Call function(**arguments) -> ("skip", why) or ("xfail", why) if it says so, or None."""
+    import torch.distributed as dist
+
     try:
         function(**arguments)
-    except pytest.skip.Exception as skipped:  # which cannot be pickled
-        return str(skipped)
+    except pytest.skip.Exception as error:  # these cannot be pickled
+        return "skip", str(error)
+    except pytest.xfail.Exception as error:
+        return "xfail", str(error)
+    assert dist.is_initialized(), "this test has destroyed the process group"

@@ -131,14 +131,14 @@ def run_train(out_dir, W=1, plant=nothing, argv=None, **options):
 def wait_for_end(processes):
     """Wait until all have ended, or their time is over."""
     deadline = time.monotonic() + LIMIT_S
-    has_ended_others = False
+    has_sent_sigterm = False
     while time.monotonic() < deadline:
         codes = [process.exitcode for process in processes]
         if None not in codes:
             return
-        if any(codes) and not has_ended_others:
+        if any(codes) and not has_sent_sigterm:
             time.sleep(0.5)  # those that end by themselves may do so
-            has_ended_others = True
+            has_sent_sigterm = True
             deadline = time.monotonic() + 4
             for process in processes:
                 process.terminate()

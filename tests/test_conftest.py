@@ -62,7 +62,19 @@ def test_asserts_without_words():
 def test_is_skipped():
     pytest.skip("for want of a reason")
 
-@pytest.mark.limit(1)
+@pytest.mark.ranks(2)
+def test_is_skipped_without_words():
+    pytest.skip()
+
+@pytest.mark.ranks(2)
+def test_is_expected_to_fail(x=3):
+    pytest.xfail("as it does")
+
+@pytest.mark.ranks(2)
+def test_ends_the_group():
+    dist.destroy_process_group()
+
+@pytest.mark.limit(seconds=0.5)
 def test_hangs_without_ranks():
     time.sleep(60)
 
@@ -98,8 +110,9 @@ EXPECTED = {
     "test_raises_differently[W2]": r"rank 0: I am 0 .*\n +rank 1: I am 1 .*$",
     "test_exits[W2]": r"rank 0: SystemExit: 3 .*\n +rank 1: SystemExit: ",
     "test_asserts_without_words[W2]": r"rank 0, 1: assert rank\(\) == 5 \(",
-    "test_hangs_without_ranks": r"TimeoutError: the limit of this test, 1 s, is over",
+    "test_hangs_without_ranks": r"TimeoutError: the limit of this test, 0.5 s, is over",
     "test_finds_a_rank_gone[W2]": r"a rank has died since the check before$",
+    "test_ends_the_group[W2]": r"rank 0, 1: this test has destroyed the process group \(",
     "test_prints[W2]": r"seen on a rank\nseen on a rank$"}
 
 
@@ -142,7 +155,8 @@ def test_failures_are_told(tmp_path):
         report = re.search(rf"^_+ {re.escape(name)} _+\n(.*?)^_", done.stdout + "\n_", re.M | re.S)
         assert len(re.findall(fact, report[1], re.M)) == 1, f"no {fact}: {report[1]}"
     assert "test_is_skipped[W2] SKIPPED (for want of a reason)" in done.stdout, done.stdout
-    assert f"{len(EXPECTED)} failed, 4 passed, 1 skipped" in done.stdout, done.stdout
+    assert f"{len(EXPECTED)} failed, 4 passed, 2 skipped, 1 xfailed" in done.stdout, done.stdout
+    assert re.search(r"SKIPPED .* tests/test_x.py:\d+: for want", done.stdout), done.stdout
     assert "test_passes[a_b-W2] PASSED" in done.stdout, done.stdout
     assert_all_have_ended(tmp_path)
 

@@ -26,7 +26,7 @@ def parameters():
 @pytest.mark.parametrize("check, arguments, W", parameters())
 def test_proof(check, arguments):
     """W ranks have the bits of one process, of oracle.py and of torch's wrappers, and the bytes of
-    the paper: see verify.PROOF."""
+    the paper: see verify.PROOF. (W is conftest's fixture.)"""
     check(**arguments)
 
 
