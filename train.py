@@ -1922,7 +1922,17 @@ def run():
     # FSDP2's modules hold the group in a cycle: uncollected, its threads outlive the interpreter.
     gc.collect()
     dist.destroy_process_group()
+    drop_unwritten()
     return status
+
+
+def drop_unwritten():
+    """Give up what a full disk has not taken of the log, or Python would end with status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def refuse(error, status=2):

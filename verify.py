@@ -1218,6 +1218,10 @@ def attempt(function, arguments):
         text = text[:2000]
         file = pathlib.Path(place.filename).name
         raise AssertionError(f"{kind}{text} ({place.name}, {file}:{place.lineno})") from None
+    finally:
+        with suppress(ValueError):  # a stream that is closed
+            sys.stdout.flush()
+            sys.stderr.flush()
 
 
 class Ranks:

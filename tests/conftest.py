@@ -31,7 +31,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure():
-    """For all processes: CPU only, one thread a rank, no warnings of torch's."""
+    """For all processes: CPU only, one thread a rank, no warnings of torch's, and the buffers that
+    Python has where nothing else is asked for."""
+    os.environ.pop("PYTHONUNBUFFERED", None)
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
                       TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
 
