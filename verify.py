@@ -311,7 +311,7 @@ def put_together(model, plain, kept):
         holders = [rank for rank, of_rank in enumerate(of_ranks) if what in of_rank]
         name, _, dtype, _ = of_ranks[holders[0]][what]
         n_holders = 1 if name in getattr(model, "uncut", ()) else len(of_ranks)
-        assert len(holders) == n_holders, f"{what} is on ranks {holders}, not on {n_holders} rank"
+        assert len(holders) == n_holders, f"{what} is on ranks {holders}, expected on {n_holders}"
         p = parameters[name]
         flat = torch.full((p.numel(),), math.nan, dtype=dtype)
         n_parts = 0
@@ -979,6 +979,38 @@ class Chain(nn.Module):
         return x.square().mean() * self.scale.square().mean()
 
 
+# What traffic is measured of.
+
+
+def one_step(model, x):
+    model(x).backward()
+
+
+def unsynced_step(model, x):
+    with model.no_sync():
+        model(x).backward()
+
+
+def evaluation(model, x):
+    with torch.no_grad():
+        model(x)
+
+
+def one_unit(model, x):
+    model.module.units[3](x)
+
+
+def four_micro_steps(model, x):
+    for _ in range(4):
+        model(x).backward()
+
+
+def four_announced(model, x):
+    for micro_step in range(4):
+        model.set_is_last_backward(micro_step == 3)
+        model(x).backward()
+
+
 @check(*grid(W=(2,), wrapper=("ddp", *STAGES)), *grid(W=(3,), wrapper=("ddp", "zero3")),
        *only_full(grid(W=(3, 4), wrapper=("ddp", *STAGES))))
 def traffic_is_the_formulas(wrapper):
@@ -994,41 +1026,19 @@ def traffic_is_the_formulas(wrapper):
     n = 8
     x = torch.ones(3, 48)
     unit = 4 * 48 * 48  # bytes
-    psi = n * unit + 4 * 4096
+    root = 4 * 4096
+    psi = n * unit + root
     received = Counter()
 
     def note(operation, tensors):
         received[operation] += tensors[0].nbytes / share / psi
 
-    def step(model):
-        model(x).backward()
-
-    def without_sync(model):
-        with model.no_sync():
-            step(model)
-
-    def evaluation(model):
-        with torch.no_grad():
-            model(x)
-
-    def a_part(model):
-        model.module.units[3](x)
-
-    def four_micro_steps(model):
-        for _ in range(4):
-            step(model)
-
-    def four_announced(model):
-        for micro_step in range(4):
-            model.set_is_last_backward(micro_step == 3)
-            step(model)
-
     def assert_received(expected, act, **options):
         model = WRAPPERS[wrapper](Chain(n, 48), **options)
-        act(model)  # makes buffers
+        act(model, x)  # makes buffers
         received.clear()
         with every_collective(note):
-            act(model)
+            act(model, x)
         found = received.total()
         assert abs(found - expected) <= 0.02, (  # what ranks agree on are some integers
             f"{act.__name__} {options}: a rank receives {found:.3f} (W - 1)/W psi elements, "
@@ -1036,17 +1046,17 @@ def traffic_is_the_formulas(wrapper):
 
     # In stage 3 the backward gathers all again but what is still whole.
     again = (n - 2) * unit / psi if wrapper == "zero3" else 0
-    assert_received(2 + again, step)
+    assert_received(2 + again, one_step)
     # After a backward in no_sync() no step is due, and stages 1 and 2 have the parameters already.
-    assert_received(1 + again if wrapper == "zero3" else 0, without_sync)
+    assert_received(1 + again if wrapper == "zero3" else 0, unsynced_step)
     assert_received(0 if wrapper == "ddp" else 1, evaluation)
     if wrapper in STAGES:
-        assert_received((psi - n * unit + unit) / psi, a_part)  # the root, and this unit
+        assert_received((root + unit) / psi, one_unit)
         assert_received(4 * (2 + again), four_micro_steps)
         # Stages 1 and 2 gather nothing between micro-steps if they know that no step comes.
         assert_received(4 * (2 + again) if wrapper == "zero3" else 4 + 1, four_announced)
         bf16 = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        assert_received((2 + again) / 2, step, **bf16)
+        assert_received((2 + again) / 2, one_step, **bf16)
 
 
 @check(dict(W=1024, stage="zero3"), *only_full([dict(W=1024, stage="zero2")]),
@@ -1219,6 +1229,7 @@ def attempt(function, arguments):
         file = pathlib.Path(place.filename).name
         raise AssertionError(f"{kind}{text} ({place.name}, {file}:{place.lineno})") from None
     finally:
+        # A rank lives on, so what it has printed would wait in a buffer.
         with suppress(ValueError):  # a stream that is closed
             sys.stdout.flush()
             sys.stderr.flush()

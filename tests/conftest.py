@@ -64,7 +64,7 @@ def pytest_sessionstart(session):
 def pytest_generate_tests(metafunc):
     numbers = []
     for mark in metafunc.definition.iter_markers("ranks"):
-        numbers += mark.args or [None]
+        numbers += mark.args or [None]  # which is refused below
     if not all(isinstance(W, int) and W > 0 for W in numbers):
         where = metafunc.definition.nodeid
         raise pytest.UsageError(f"{where}: ranks() takes numbers of ranks, such as ranks(2, 3)")
@@ -114,8 +114,11 @@ def shared_folder(request, tmp_path_factory):
 
 
 def limit_of(item, default_s):
+    """Of a mark limit(5) or limit(seconds=5)."""
     limit = item.get_closest_marker("limit")
-    return [*limit.args, *limit.kwargs.values()][0] if limit else default_s
+    if limit is None:
+        return default_s
+    return limit.args[0] if limit.args else limit.kwargs["seconds"]
 
 
 @pytest.fixture(autouse=True)

@@ -79,7 +79,7 @@ def test_damaged_checkpoints_are_named(tmp_path):
     assert '"scaler": {}' in (sound / newest / "checkpoint.json").read_text(), "fp32 is scaled"
     damages = (flip, os.remove, make_unreadable)
     two_at_a_time(try_out, *zip(*itertools.product(names, damages)))
-    for name, value, fact in MISFITS:  # one at a time: they share a tmp_path
+    for name, value, fact in MISFITS:  # one at a time: they share a folder
         refused(fact, sound, **{**options, "resume": "auto", name: value})
 
 
@@ -190,7 +190,7 @@ def test_checkpoints_are_asked(tmp_path):
 
 def test_resuming_takes_the_flags(tmp_path):
     """A run that resumes has the flags of its checkpoint, but for those that are given; it goes on
-    in the tmp_path of the checkpoint, and in the same run of Weights & Biases. So does one that
+    in the folder of the checkpoint, and in the same run of Weights & Biases. So does one that
     torchrun starts again when that checkpoint is gone. In another mode, flags that only the old one
     has are dropped."""
     options = dict(W=2, mode="ddp", save_interval=1, global_batch_size=4, comm_hook="hierarchical",

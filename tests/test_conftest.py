@@ -100,7 +100,7 @@ def test_finds_a_rank_gone():
 def test_passes(word, W):
     assert dist.get_world_size() == W and word == "a b"
 '''
-# What the inner pytest says of each; its summary has the first line only.
+# What the inner pytest says of each.
 EXPECTED = {
     "test_dies[W2]": r"rank 1: its process has died$",
     "test_all_die[W2]": r"rank 0, 1: its process has died$",

@@ -155,7 +155,7 @@ def test_llama_folders_go_out_and_in(tmp_path):
     transformers = pytest.importorskip("transformers", reason=needed)
     torch.manual_seed(0)
     block = torch.randint(256, (16,))  # all of the data, so that any batch has the same loss
-    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the tmp_path
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
     refused("LICENSE", tmp_path / "out", export_hf=ROOT / "LICENSE")  # which is no tmp_path
     small = transformers.LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8,
                                      num_hidden_layers=1, num_attention_heads=1)

@@ -43,7 +43,7 @@ def shortened(words):
 @pytest.mark.parametrize("package", [None, full("safetensors")])
 def test_readme_commands_run(package, tmp_path):
     """Every bash block is valid shell, and the commands, and the example of one's own module, end
-    well, one after the other in one tmp_path, on a smaller model and fewer steps. Those that need a
+    well, one after the other in one folder, on a smaller model and fewer steps. Those that need a
     package are a row of their own."""
     if package:
         pytest.importorskip(package, reason=f"pip install {package}")
