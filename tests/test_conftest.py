@@ -152,7 +152,7 @@ def test_failures_are_told(tmp_path):
     done = subprocess.run([sys.executable, "-m", "pytest", "-n", "0", "-v"], **run)
     for name, fact in EXPECTED.items():
         assert f"{name} FAILED" in done.stdout, done.stdout
-        report = re.search(rf"^_+ {re.escape(name)} _+\n(.*?)^_", done.stdout + "\n_", re.M | re.S)
+        report = re.search(rf"^_+ {re.escape(name)} _+\n(.*?)^[_=]", done.stdout, re.M | re.S)
         assert len(re.findall(fact, report[1], re.M)) == 1, f"no {fact}: {report[1]}"
     assert "test_is_skipped[W2] SKIPPED (for want of a reason)" in done.stdout, done.stdout
     assert f"{len(EXPECTED)} failed, 4 passed, 2 skipped, 1 xfailed" in done.stdout, done.stdout
