@@ -325,6 +325,13 @@ def put_together(model, plain, kept):
     return found
 
 
+def gather(value, group=None):
+    """[rank 0's value, rank 1's, ...] of a group; any that can be pickled."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 # -------------------------------------------------------------------------------------------------
 # 3. the same bits, and what it looks like where they are not
 
@@ -1118,25 +1125,6 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, reduce_dtyp
     assert live_bytes() - before <= 4096, f"{live_bytes() - before} bytes are left"
 
 
-# Each part of the proof: what it claims, and the checks that show it. Memory is first, as its row
-# of 1,024 ranks takes longest.
-PROOF = {
-    "W ranks, in any wrapper, end on the bits of one process that runs a plain loop":
-        [bits_of_one_process],
-    "Each stage ends on the bits of oracle.py, in modules that this can take":
-        [stages_are_the_oracles],
-    "At W = 2 torch's own wrappers end on the same bits as ours": [bits_of_torch],
-    "A rank receives and holds the bytes of the ZeRO paper's formulas":
-        [memory_is_the_formulas, traffic_is_the_formulas]}
-
-
-def gather(value, group=None):
-    """[rank 0's value, rank 1's, ...] of a group; any that can be pickled."""
-    values = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 # Those of this version of torch; not `send`, whose bytes its `recv` counts.
 COLLECTIVES = [name for name in dir(dist.ProcessGroup)
                if re.match("_?(all|broadcast|gather|recv|reduce|scatter)", name)]
@@ -1176,6 +1164,18 @@ def live_bytes():
             storage = t.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
+
+
+# Each part of the proof: what it claims, and the checks that show it. Memory is first, as its row
+# of 1,024 ranks takes longest.
+PROOF = {
+    "W ranks, in any wrapper, end on the bits of one process that runs a plain loop":
+        [bits_of_one_process],
+    "Each stage ends on the bits of oracle.py, in modules that this can take":
+        [stages_are_the_oracles],
+    "At W = 2 torch's own wrappers end on the same bits as ours": [bits_of_torch],
+    "A rank receives and holds the bytes of the ZeRO paper's formulas":
+        [memory_is_the_formulas, traffic_is_the_formulas]}
 
 
 # -------------------------------------------------------------------------------------------------
