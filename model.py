@@ -226,7 +226,8 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None):
         """idx, targets (B, T) token ids -> logits (B, T, V), mean cross-entropy in nats or None.
 
-        A target of -1 is left out of the loss. Raises ValueError where T exceeds block_size.
+        The loss is in fp32; a target of -1 is left out of it. Raises ValueError where T exceeds
+        block_size.
         """
         T = idx.size(1)
         if T > self.config.block_size:

@@ -781,7 +781,7 @@ WRAPPERS = {
     "torch ddp": torch_ddp,
     "torch ddp unsynced": partial(torch_ddp, forward_sync_buffers=False),
     "fsdp2": fsdp2,
-    "fsdp2 bf16": partial(fsdp2, policy=MixedPrecisionPolicy(*BF16.values()))}
+    "fsdp2 bf16": partial(fsdp2, policy=MixedPrecisionPolicy(**BF16))}
 
 
 @contextmanager
@@ -1387,7 +1387,7 @@ def run_parts(parts):
     lanes = Groups(), Groups()  # rows run in two lanes at once
     for claim, rows in parts.items():
         print(f"\n{claim}:\n")
-        left = iter(rows)
+        left = iter(rows)  # each lane takes the next one when it is free
 
         def run_lane(groups):
             for row in left:

@@ -196,13 +196,11 @@ def test_resuming_takes_the_flags(tmp_path):
     options = dict(W=2, mode="ddp", save_interval=1, global_batch_size=4, comm_hook="hierarchical",
                    node_size=1)
     alone = finish(tmp_path / "alone", **options)
-    ids = []
-    for words, W in ((flags(**dict(options, W=None), out_dir=tmp_path / "out", max_steps=2,
-                            wandb=True), 2),
-                     (["--resume=auto", f"--out_dir={tmp_path}/out", "--max_steps=3"], 2),
-                     ([f"--resume={tmp_path}/out/step_00000003", "--max_steps=4"], 2)):
-        log = partial(log_wandb, tmp_path / "wandb")
-        found = finish(None, W, argv=words, plant=log)
+    first = flags(**dict(options, W=None), out_dir=tmp_path / "out", max_steps=2, wandb=True)
+    log = partial(log_wandb, tmp_path / "wandb")
+    for words in (first, ["--resume=auto", f"--out_dir={tmp_path}/out", "--max_steps=3"],
+                  [f"--resume={tmp_path}/out/step_00000003", "--max_steps=4"]):
+        found = finish(None, 2, argv=words, plant=log)
     ids = lines_of(tmp_path / "wandb")
     assert found["param_sha256"] == alone["param_sha256"], "other bits, so other flags"
     assert len(ids) == 3 and len(set(ids)) == 1, f"runs of Weights & Biases: {ids}"
@@ -230,6 +228,10 @@ def start_again():
 
 def log_wandb(path):
     """Plant a stand-in for wandb that notes the id of a run."""
+    def init(**options):
+        write_line(path, options["id"])
+        return mock.MagicMock()
+
     tracker = mock.MagicMock(__spec__="a stand-in")
-    tracker.init.side_effect = lambda **options: write_line(path, options["id"]) or mock.MagicMock()
+    tracker.init.side_effect = init
     sys.modules["wandb"] = tracker

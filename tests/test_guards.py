@@ -581,9 +581,15 @@ def catches_an_error_in_the_backward(s):
 @script()
 def raises_elsewhere_on_each_rank(s):
     """Rank 1 after the gradient of scale, rank 0 before that; neither has filled a bucket."""
-    with s.module.head.register_full_backward_pre_hook(planted if dist.get_rank() else hash):
+    rank = dist.get_rank()
+
+    def raise_on_rank_1(module, gradients):
+        if rank == 1:
+            planted()
+
+    with s.module.head.register_full_backward_pre_hook(raise_on_rank_1):
         loss = s.loss()
-        if dist.get_rank() == 0:
+        if rank == 0:
             loss.register_hook(planted)
         raises(ZeroDivisionError, "planted", loss.backward)
     s.model.zero_grad()

@@ -102,6 +102,8 @@ def test_model_is_a_llama(backend):
     x = torch.ones(1, 1, 16, 6, dtype=torch.bfloat16)
     turned = apply_rotary(x, *rotary_tables(16, 6, 10000.0, x.device))
     assert turned.dtype == x.dtype, f"rotary positions make {turned.dtype} of {x.dtype}"
+    logits, loss = small_gpt().bfloat16()(idx, targets)
+    assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32, "a loss in 16 bits"
     assert gpt.generate(idx, 3, top_k=2).shape == (2, 19), "three tokens were to be added"
     likeliest = llama_logits(gpt, idx)[:, -1].argmax(-1)
     for options in (dict(temperature=0), dict(top_k=1)):

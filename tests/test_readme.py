@@ -144,7 +144,7 @@ def test_readme_has_these_numbers(mode):
 
     with mock.patch.multiple("zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4):
         model = {"ddp": DDP, **STAGES}[mode](ThreeParameters())
-    bucket, = model._buckets
+    [bucket] = model._buckets
     optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
     assert_in_readme("parameters", parameters())
     with mock.patch.object(model, "_reduce", partial(note, model._reduce)):
@@ -196,7 +196,7 @@ def test_breaks_are_caught(file, old, new, command, tmp_path):
 
 
 def test_readme_leads_there():
-    """Files, headings, functions and checks that the README names exist."""
+    """Files, headings and functions that the README names exist."""
     text = (ROOT / "README.md").read_text()
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     headings = set()

@@ -220,6 +220,14 @@ def test_readme_says_what_uncut_costs():
         assert row in text, f"the README does not have {row}"
 
 
+def test_units_are_found():
+    """Units are the elements of the outermost lists, but for lists of bare parameters."""
+    inner = nn.ModuleList([nn.Linear(8, 8)])
+    lists = nn.ModuleList([nn.Linear(8, 8), inner, nn.ParameterList(), nn.ParameterDict(), None])
+    units = zero.find_units(nn.Sequential(nn.Sequential(lists)))
+    assert units == [lists[0], inner], f"units are {units}"
+
+
 @pytest.mark.ranks(2)
 def test_zero3_prefetches():
     """In stage 3 the all-gather of the next unit is under way while a unit computes, forward or
@@ -244,10 +252,6 @@ def test_zero3_prefetches():
         #     next, not yet whole   -  5  4  3 ...
         expected[f"forward of unit {i}"] = 1 + min(i + 2, n)
         expected[f"backward of unit {i}"] = 1 + n + min(n - 1 - i, n - 2)
-    inner = nn.ModuleList([nn.Linear(8, 8)])
-    lists = nn.ModuleList([nn.Linear(8, 8), inner, nn.ParameterList(), nn.ParameterDict(), None])
-    units = zero.find_units(nn.Sequential(nn.Sequential(lists)))
-    assert units == [lists[0], inner], f"units are {units}"
     with every_collective(lambda *call: calls.append(call)), model.no_sync():
         model(torch.ones(3, 8, requires_grad=True)).backward()
     for phase, number in expected.items():
@@ -287,6 +291,12 @@ def test_hybrid_sums_overlap(stage):
     else:
         on_gradient_of_input(last, wait_for_others)
     model(torch.ones(3, 16, requires_grad=True)).backward()
+
+
+@pytest.mark.ranks(4)
+def test_hybrid_keeps_its_share_of_gradients():
+    """With hybrid sharding a rank of Zero2 keeps the share of its group, and nothing of the sum
+    over groups."""
     model = Zero2(nn.Linear(256, 256, bias=False), shard_size=2)
     before = live_bytes()
     model(torch.ones(1, 256)).sum().backward()
