@@ -36,6 +36,7 @@ import itertools
 import math
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 
 import torch
@@ -200,7 +201,8 @@ def all_reduce(flat: torch.Tensor, process_group: Group = None, tag: int = 0):
 
 def count_ranks(flags: list[bool], device: torch.device, process_group: Group):
     """Start to count, on device, on how many ranks each of flags, a list of bools, is set -> a
-    function that waits for the list of these numbers. Costs an all-reduce of 4 bytes per flag."""
+    function that waits for the list of these numbers. (Of a number there, in place of a bool: the
+    sum over ranks.) Costs an all-reduce of 4 bytes per flag."""
     # non_blocking: else the CPU would wait here for all that the device has yet to do.
     counts = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)
     work = dist.all_reduce(counts, group=process_group, async_op=True)
@@ -213,11 +215,19 @@ def count_ranks(flags: list[bool], device: torch.device, process_group: Group):
 
 
 def broadcast(tensors: list[torch.Tensor], process_group: Group) -> None:
-    """Overwrite tensors by rank 0's, and wait."""
+    """Overwrite tensors, of any dtypes, by rank 0's, and wait."""
     if tensors:
         group = process_group or dist.group.WORLD  # that function does not accept None
         # .data: autograd may have saved a buffer, and need not hear of its new value.
-        dist._broadcast_coalesced(group, [t.data for t in tensors], 2**28, 0)
+        dist._broadcast_coalesced(group, [as_known(t.data) for t in tensors], 2**28, 0)
+
+
+KNOWN_DTYPES = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+def as_known(t):
+    """t, seen as numbers of a dtype that every backend can send; gloo knows no int16 or float8."""
+    return torch.view_as_real(t) if t.itemsize == 16 else t.view(KNOWN_DTYPES[t.itemsize])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -342,6 +352,35 @@ def fill_buckets(parameters: list[torch.nn.Parameter], cap_bytes: float,
 # the reducer
 
 
+def named_modules(module, name=""):
+    """[(name, module), and so for all below it], one that stands in two places by both names. This
+    and `named_tensors` read what torch keeps modules and tensors in: a module may override torch's
+    `named_parameters()` and the like, and leave some out."""
+    found = [(name, module)]
+    for child_name, child in module._modules.items():
+        if child is not None:
+            found += named_modules(child, f"{name}.{child_name}" if name else child_name)
+    return found
+
+
+def named_tensors(module, kind):
+    """[(name, tensor)] of all "parameters" or "buffers" of module, a tied one by each name."""
+    found = []
+    for prefix, m in named_modules(module):
+        for name, t in getattr(m, f"_{kind}").items():
+            if t is not None:
+                found.append((f"{prefix}.{name}" if prefix else name, t))
+    return found
+
+
+def first_names(pairs):
+    """{thing: its first name} of [(name, thing)], in this order."""
+    names = {}
+    for name, thing in pairs:
+        names.setdefault(thing, name)
+    return names
+
+
 def in_backward():
     """Whether a backward is at work in this thread. A forward that begins now recomputes a
     checkpoint."""
@@ -410,7 +449,7 @@ class Reducer(torch.nn.Module):
         self._buffers_are_due = True  # whether the next one does
         self._backward = None  # the `Backward` under way
         self._has_averaged = False  # whether the last backward did
-        self._unread_counts = None  # a function that waits for the counts of `_refuse_unused`
+        self._unread_counts = None  # (a function that waits, own history, own checksum)
         self._first_tag = self._agree_on_module(options) if init_sync else 0
 
     def _agree_on_module(self, options):
@@ -435,11 +474,9 @@ class Reducer(torch.nn.Module):
         return first_tag
 
     def _named(self, kind):
-        """[(name, tensor)] of the module's "parameters" or "buffers", a tied one by each name, but
-        not of those that torch's DDP is told to ignore."""
+        """`named_tensors` of the module, but not those that torch's DDP is told to ignore."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-        named = getattr(self.module, f"named_{kind}")(remove_duplicate=False)
-        return [(name, t) for name, t in named if name not in ignored]
+        return [(name, t) for name, t in named_tensors(self.module, kind) if name not in ignored]
 
     def _track(self, buckets, frozen=()):
         """From now on move the gradients of these buckets' parameters into them. frozen: buckets
@@ -462,7 +499,8 @@ class Reducer(torch.nn.Module):
             # A bucket and its slots refer to each other, and so would wait for the garbage
             # collector. Now they go with this wrapper.
             weakref.finalize(self, bucket.slots.clear)
-        self._slots = {p: slots[p] for p in self.module.parameters() if p in slots}
+        in_order = first_names(self._named("parameters"))
+        self._slots = {p: slots[p] for p in in_order if p in slots}
         self._trained = [slot for slot in self._slots.values() if slot.bucket in buckets]
         self._is_on_cpu = all(slot.parameter.is_cpu for slot in self._trained)
         self.exposed_s = 0.0 if self._is_on_cpu else math.nan
@@ -472,20 +510,29 @@ class Reducer(torch.nn.Module):
             self._remove_at_end(p.register_hook(weakly(self._notice_backward)))
             mark_param_ready = weakly(self._mark_param_ready)
             self._remove_at_end(p.register_post_accumulate_grad_hook(mark_param_ready))
-            self._accumulate_grad[slot] = torch.autograd.graph.get_gradient_edge(p).node
+            # Of p itself: a class of its own would be asked for a view of p, and get another node.
+            with torch._C.DisableTorchFunctionSubclass():
+                self._accumulate_grad[slot] = torch.autograd.graph.get_gradient_edge(p).node
 
     def _remove_at_end(self, handle):
         """Remove a hook, by its handle, when this wrapper is deleted."""
         weakref.finalize(self, handle.remove)
 
+    def _hook_steps(self, register, method):
+        """Make method a hook of all optimizers, by a function of torch.optim -> its handle.
+        Disabled, or torch.compile(optimizer.step) would trace it."""
+        return register(torch.compiler.disable(weakly(method)))
+
     @torch.compiler.disable  # a compiled model would keep the answers of the first call
     def _prepare_forward(self):
-        """Raise if the last backward left parameters out: `_refuse_unused`. Copy rank 0's buffers
+        """Raise what the last backward has found: `_read_counts`. Copy rank 0's buffers
         to all ranks; as in torch, not if the forward before ran under no_grad() or in no_sync().
         """
-        self._refuse_unused()
+        self._read_counts()
         if self._buffers_are_due and self.forward_sync_buffers and not in_backward():
-            broadcast([t for _, t in self._named("buffers")], self.process_group)
+            buffers = [t for _, t in self._named("buffers")]
+            send = functools.partial(broadcast, buffers, self.process_group)
+            self._wait_for("get rank 0's buffers", send)
         self._buffers_are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
 
     def _refuse(self, fact):
@@ -493,6 +540,7 @@ class Reducer(torch.nn.Module):
 
     # ---- what a script calls
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forgets a backward that has raised. What that has launched may still write sums to
         gradients, so wait for it first."""
@@ -519,6 +567,7 @@ class Reducer(torch.nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    @torch.compiler.disable
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients in place to a total norm of at most max_norm; return the norm before,
         a float64 scalar, the same on every rank. A collective if they are sharded."""
@@ -540,7 +589,7 @@ class Reducer(torch.nn.Module):
 
     def _prepare_for_backward(self, task):
         """Find out which gradients this backward will bring, and whether it averages."""
-        self._refuse_unused()
+        self._read_counts()
         unready = set()
         if self.require_backward_grad_sync:
             # Only parameters that this backward reaches: a bucket must not wait for the others.
@@ -630,7 +679,8 @@ class Reducer(torch.nn.Module):
                 return wait()
         except RuntimeError as error:
             raise RuntimeError(f"rank {dist.get_rank()} could not {what} (has another rank died, "
-                               f"or made fewer steps?): {error}") from error
+                               f"left out a forward or backward, or called wrappers or units in "
+                               f"another order?): {error}") from error
         finally:
             self.exposed_s += time.perf_counter() - start_s
 
@@ -638,7 +688,7 @@ class Reducer(torch.nn.Module):
     def _finalize_backward(self):
         """The engine's callback after a backward. If it averages, launch the buckets that are left,
         wait for all, and `_give_means`. In any case note in `_has_averaged` whether this one has,
-        and that no backward is under way. At last `_refuse_unused`. (On an accelerator that is for
+        and that no backward is under way. At last `_read_counts`. (On an accelerator that is for
         the next forward or backward, as in torch: here the CPU would wait for the device.)
         """
         is_averaging = self._backward.is_averaging
@@ -649,7 +699,7 @@ class Reducer(torch.nn.Module):
         self._has_averaged = is_averaging
         self._backward = None
         if self._is_on_cpu:
-            self._refuse_unused()
+            self._read_counts()
 
     def _give_means(self):
         """A parameter that some rank has used gets its mean; one that no rank has used keeps
@@ -661,26 +711,46 @@ class Reducer(torch.nn.Module):
             bucket.unreduced.clear()
 
     def _count_ranks_that_used(self):
-        """[on how many ranks each parameter was used]; costs an all-reduce of a number for each. If
-        this rank has used all, it does not wait, and returns W for all: the caller asks only which
-        numbers are above 0."""
+        """[on how many ranks each parameter was used]; costs an all-reduce of a number for each,
+        and of one more: see `_history`. If this rank has used all, it does not wait, and returns W
+        for all: the caller asks only which numbers are above 0."""
         is_used = [slot in slot.bucket.unreduced for slot in self._trained]
+        history = self._history()
+        checksum = zlib.crc32(history.encode()) % (2**31 // self.world_size)  # int32 has the sum
         device = self._trained[0].parameter.device
-        wait = count_ranks(is_used, device, self.process_group)
-        if not self.find_unused_parameters:
-            self._unread_counts = wait
+        wait = count_ranks([*is_used, checksum], device, self.process_group)
+        if self.shard_group is None:
+            self._unread_counts = wait, history, checksum
         if all(is_used):
             return [self.world_size] * len(is_used)
-        return self._wait_for("agree on use", wait)
+        *counts, _ = self._wait_for("agree on use", wait)
+        return counts
 
-    def _refuse_unused(self):
-        """With find_unused_parameters=False, raise RuntimeError where some rank has not used a
-        parameter in the last backward, naming those that are not frozen."""
-        wait, self._unread_counts = self._unread_counts, None
-        if wait is None:
+    def _history(self):
+        """What backwards that are averaged with each other have in common, as a text. If one rank
+        calls two wrappers in another order, the first backward of the one meets that of the other.
+        So DDP compares a checksum of this over ranks. (In stages messages have tags, so such ranks
+        time out.)"""
+        return f"wrapper {self._first_tag}"
+
+    def _read_counts(self):
+        """Raise RuntimeError on all ranks if they had different histories in the last backward; or,
+        with find_unused_parameters=False, where some rank has not used a parameter in it, naming
+        those that are not frozen."""
+        if self._unread_counts is None:
+            return
+        (wait, history, checksum), self._unread_counts = self._unread_counts, None
+        *counts, total = self._wait_for("agree on use", wait)
+        if total != self.world_size * checksum:
+            histories = [None] * self.world_size
+            dist.all_gather_object(histories, history, group=self.process_group)
+            self._refuse(f"ranks have averaged backwards that do not belong together, by rank: "
+                         f"{histories}. If one rank leaves a backward out, as where its loss is "
+                         f"nan, all have to. Call wrappers in one order. Evaluate under no_grad()")
+        if self.find_unused_parameters:
             return
         unused = []
-        for slot, n in zip(self._trained, self._wait_for("agree on use", wait)):
+        for slot, n in zip(self._trained, counts):
             if n < self.world_size and slot.parameter.requires_grad:
                 unused.append(slot.fqn)
         if unused:
@@ -737,13 +807,13 @@ class PlainDDP(Reducer):
             self.forward_sync_buffers = forward_sync_buffers
             init_sync_buffers = True
         self.comm_state, self._comm_hook = None, None
-        names = {}
-        for name, p in self._named("parameters"):
-            names.setdefault(p, name)  # of a tied one the first
+        names = first_names(self._named("parameters"))
         devices = {t.device: name for name, t in self._named("parameters") + self._named("buffers")}
         trained = [p for p in names if p.requires_grad]
-        if not trained or len(devices) > 1:
-            self._refuse(f"needs parameters that require a gradient, all on one device: {devices}")
+        if not trained:
+            self._refuse("needs parameters that require a gradient: there is nothing to average")
+        if len(devices) > 1 or torch.device("meta") in devices:
+            self._refuse(f"needs all parameters and buffers on one device, not on meta: {devices}")
         if init_sync:
             buffers = [t for _, t in self._named("buffers")] if init_sync_buffers else []
             broadcast(list(names) + buffers, self.process_group)
@@ -817,12 +887,12 @@ class PlainDDP(Reducer):
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (original name, whole parameter), a tied one once."""
-        for name, p in self.module.named_parameters():
+        for p, name in first_names(named_tensors(self.module, "parameters")).items():
             yield name, p.detach()
 
     def shard_starts(self) -> dict[str, int]:
         """{original name: where this rank's part begins in the parameter, in elements}: 0."""
-        return {name: 0 for name, _ in self.module.named_parameters()}
+        return dict.fromkeys((name for name, _ in self.full_parameters()), 0)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -19,11 +19,18 @@ gradient (`Part`) of a stage; guards of stages.
 
 import copy
 import dataclasses
+import functools
 import weakref
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._dynamo import compiled_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import (register_optimizer_step_post_hook,
+                                   register_optimizer_step_pre_hook)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 # -------------------------------------------------------------------------------------------------
@@ -37,12 +44,14 @@ class Guards:
     that a script keeps, the tensor itself, stays as it is. A backward inside another, or after one
     that raised, is refused."""
 
+    _guard_hint = ""  # what else to say of an attribute of the module
+
     # ---- the module
 
     def _agree_on_module(self, options):
         # What all of our wrappers have in common.
         ours = tuple(kind for kind in type(self).__mro__ if kind.__name__ == "Reducer")
-        for name, m in self.module.named_modules():
+        for name, m in self._guard_modules():
             # By name, since nobody wants to import FSDP for this.
             kinds = {kind.__name__ for kind in type(m).__mro__}
             if isinstance(m, ours) or kinds & WRAPPERS:
@@ -54,14 +63,20 @@ class Guards:
             if is_lookup and m.max_norm is not None and self.world_size > 1:
                 self._refuse(f"{name}: max_norm={m.max_norm} changes the weights of each rank by "
                              f"its own batch, in the forward: pass max_norm=None")
+        for name, t in self._named("parameters") + self._named("buffers"):
+            fault = fault_of_memory(t)
+            if fault is not None:
+                self._refuse(f"{name} {fault}")
         return super()._agree_on_module(options)
+
+    def _guard_modules(self):
+        """[(name, submodule)], the module first."""
+        return [("", self.module), *self._named("modules")]
 
     @property
     def _ddp_params_and_buffers_to_ignore(self):
-        """torch's DDP asks the module that it wraps for this."""
-        self._refuse("averages gradients itself, and must not be wrapped again, by torch's DDP or "
-                     "by a library's prepare(): give the library model.module, or only the "
-                     "optimizer and the data")
+        """torch's DDP asks the module that it wraps for this, a list."""
+        return NotAgain(self._get_name())
 
     def __getattr__(self, name):
         """Of what is not here, such as `model.config`, say where it is."""
@@ -70,12 +85,16 @@ class Guards:
         except AttributeError:
             hint = ""
             if hasattr(self.__dict__.get("_modules", {}).get("module"), name):
-                hint = f": use model.module.{name}"
+                hint = f": use model.module.{name}{self._guard_hint}"
             fact = f"'{type(self).__name__}' object has no attribute '{name}'{hint}"
             raise AttributeError(fact, name=name, obj=self) from None
 
     def _track(self, buckets, frozen=()):
         super()._track(buckets, frozen)
+        before_step = self._hook_steps(register_optimizer_step_pre_hook, self._guard_before_step)
+        self._remove_at_end(before_step)
+        self._guard_forwards = []  # of each since the last averaging backward: a set, see below
+        self._guard_n_left = 0  # forwards that got no backward
         # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
         # there is a weak reference.
         self._guard_not_to_swap = [weakref.ref(slot.parameter) for slot in self._trained]
@@ -83,6 +102,11 @@ class Guards:
 
     @torch.compiler.disable
     def _prepare_forward(self):
+        self._guard_end_of_backward("a forward")
+        self._guard_parameters()
+        super()._prepare_forward()
+
+    def _guard_parameters(self):
         """Each trained parameter has one hook, which is ours. Takes 1 us per parameter, 5 us in the
         stages."""
         for name, p in self._named("parameters"):
@@ -90,7 +114,17 @@ class Guards:
             if p.requires_grad and not is_ours and isinstance(p, torch.nn.Parameter):
                 self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
             self._refuse_optimizer_in_backward(name, p)
-        super()._prepare_forward()
+            if self.shard_group is None and p in self._slots:
+                buffer = self._slots[p].bucket.gradients
+                if p.dtype != buffer.dtype or p.device != buffer.device:
+                    self._refuse(f"{name} has become {p.dtype} on {p.device}: cast and move the "
+                                 f"module before wrapping it")
+
+    def _apply(self, *arguments, **options):
+        """What .to() and the like do. One that changes nothing is right."""
+        super()._apply(*arguments, **options)
+        self._guard_parameters()
+        return self
 
     def _refuse_optimizer_in_backward(self, name, p):
         if "_in_backward_optimizers" in vars(p):
@@ -99,7 +133,33 @@ class Guards:
 
     # ---- a backward
 
+    @torch.compiler.disable
+    def zero_grad(self, set_to_none=True):
+        if self._backward is not None:  # it has raised, so no forward has got a whole one
+            for signs in self._guard_forwards:
+                signs.clear()
+        super().zero_grad(set_to_none)
+
+    def _guard_end_of_backward(self, what):
+        if self._backward is not None and not in_backward():
+            self._refuse(f"{what} comes after a backward whose end was never seen, or after one "
+                         f"that raised: call the model's zero_grad() after an error, and do "
+                         f"without engines that make no callbacks")
+
+    def _guard_before_step(self, optimizer, arguments, options):
+        """Hook of all optimizers, before a step."""
+        if self._backward is None:
+            return
+        given = set()
+        for group in optimizer.param_groups:
+            given.update(group["params"])
+        if not given.isdisjoint(slot.shard for slot in self._trained):
+            self._guard_end_of_backward(f"a step of {type(optimizer).__name__}")
+
     def _notice_backward(self, gradient=None):
+        if compiled_autograd.in_compiled_autograd_region:
+            self._refuse("a backward by compiled autograd, which makes no callback at its end: "
+                         "switch it off, as by torch._dynamo.config.compiled_autograd = False")
         task = torch._C._current_graph_task_id()
         if self._backward is not None and task not in (self._backward.task, -1):
             self._refuse("a backward inside another, or after one that raised: pass "
@@ -129,6 +189,95 @@ class Guards:
                 if slot.shard.grad is not None:
                     self._guard_given[slot] = weakref.ref(slot.shard.grad)
 
+    # ---- DDP: do ranks average what belongs together?
+    #
+    # If one rank leaves out a backward, as where its loss is nan, its next one is averaged with an
+    # earlier one of the others. So how many forwards got no backward is a part of the history that
+    # ranks compare. (In stages a forward is a collective, so such a rank waits until it times out.)
+
+    def forward(self, *inputs, **kwargs):
+        output = super().forward(*inputs, **kwargs)
+        self._guard_await_backward(output)
+        return output
+
+    @torch.compiler.disable
+    def _guard_await_backward(self, output):
+        """Note in a set whether a backward comes through output. Of a forward in no_sync() other
+        ranks need not know, and one in eval() may be for a look at some samples."""
+        is_ddp = self.shard_group is None
+        is_counted = is_ddp and self.training and self.require_backward_grad_sync
+        if not is_counted or not torch.is_grad_enabled() or in_backward() or in_functorch():
+            return
+        nodes = {t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor)} - {None}
+        signs = set()
+        for node in nodes:
+            node.register_prehook(lambda gradients: signs.add("a backward"))
+        if nodes:
+            self._guard_forwards.append(signs)
+
+    def _history(self):
+        self._guard_n_left += sum(not signs for signs in self._guard_forwards)
+        self._guard_forwards.clear()
+        return f"{super()._history()}, {self._guard_n_left} forwards without a backward"
+
+
+class NotAgain:
+    """What a wrapper has instead of a list, for a wrapper around it: it raises when it is read, and
+    not, as a property would, for whoever only asks for the wrapper's attributes."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __contains__(self, name):
+        return False
+
+    def __iter__(self):
+        raise RuntimeError(f"{self.name}: averages gradients itself, and must not be wrapped "
+                           f"again, by torch's DDP or by a library's prepare(): give the library "
+                           f"model.module, or only the optimizer and the data")
+
+
+def in_backward():
+    """Whether a backward is at work in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def outside_functorch(method):
+    """Inside of torch.func.jvp and the like, leave it for the time of a call: tensors that are made
+    there could not be used outside."""
+    @functools.wraps(method)
+    def call_outside(*arguments):
+        if not in_functorch():
+            return method(*arguments)
+        with temporarily_clear_interpreter_stack():
+            return method(*arguments)
+
+    return call_outside
+
+
+def in_functorch():
+    """Whether this is called inside torch.func.grad, jvp, vmap or the like."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def fault_of_memory(t):
+    """Why the elements of a parameter or a buffer cannot be sent and cut, or None: they have to lie
+    in memory of its own."""
+    kind = type(t).__name__
+    if torch.nn.parameter.is_lazy(t):
+        return f"is a {kind}, without a shape yet: call the module's forward once before wrapping"
+    if is_traceable_wrapper_subclass(t) or t.is_quantized:
+        return (f"is a {kind} of dtype {t.dtype}, which keeps its values in other tensors: wrap "
+                f"the module before they become that, or name it in the module's "
+                f"_ddp_params_and_buffers_to_ignore, and use DDP")
+    if t.layout is not torch.strided:
+        return f"has the layout {t.layout}: make it dense before wrapping"
+    if t.numel() > 0 and not t.is_meta and t.data_ptr() == 0:
+        return f"is a {kind} without memory: it was freed, or its values lie in other tensors"
+    if torch._debug_has_internal_overlap(t) == 1:
+        return "has several elements in one place, as of expand(): clone() it before wrapping"
+    return None
+
 
 # -------------------------------------------------------------------------------------------------
 # parameters and gradients of stages
@@ -145,15 +294,45 @@ class Guards:
 
 # Attributes of a parameter that are its value or a view of it, and methods that do not read it.
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-QUESTIONS = {"size", "dim", "numel", "stride", "is_floating_point", "data_ptr", "untyped_storage",
-             "requires_grad_", "register_hook", "register_post_accumulate_grad_hook"}
-# What a part of a gradient cannot be asked for, since the answer would be about this rank's part;
-# what it can be while no_sync() holds it back; optimizers that look at whole parameters.
-WHOLE_ONLY = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "sum", "nansum", "mean",
-              "std", "var", "dot", "matmul", "einsum", "normalize", "topk", "sort", "__setitem__",
-              "isfinite", "isnan", "isinf", "all", "any", "max", "min", "amax", "amin", "aminmax",
-              "argmax", "argmin"}
+CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
+# What can be asked of any tensor without reading its values.
+FACTS = set("""
+    __get__ __set__ __delete__ __len__ __hash__ __dir__ size dim ndimension numel nelement stride
+    storage_offset data_ptr untyped_storage element_size is_contiguous is_complex is_floating_point
+    is_signed is_conj is_neg is_inference is_pinned is_shared is_same_size is_set_to get_device
+    has_names dim_order _is_view requires_grad_ register_hook register_post_accumulate_grad_hook
+""".split())
+
+# What a part of a gradient can be asked for, by `plain_name`: what is done element by element,
+# views of all elements, facts. All else, such as a norm, would be of this rank's part.
+OPERATORS = "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
+ELEMENTWISE = {f"__{side}{name}__" for side in ("", "i", "r") for name in OPERATORS} | set("""
+    __abs__ __neg__ __pos__ __invert__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__ abs absolute
+    neg negative positive sign sgn signbit add sub rsub subtract mul multiply div divide
+    true_divide floor_divide remainder fmod pow float_power square sqrt rsqrt reciprocal hypot
+    ldexp nextafter copysign exp exp2 expm1 log log2 log10 log1p logaddexp logaddexp2 xlogy
+    logit sigmoid softplus logsigmoid sin cos tan asin acos atan atan2 sinh cosh tanh asinh
+    acosh atanh sinc arcsin arccos arctan arctan2 deg2rad rad2deg erf erfc erfinv lgamma digamma
+    i0 heaviside angle conj conj_physical resolve_conj resolve_neg ceil floor round trunc fix
+    frac nan_to_num clamp clip clamp_min clamp_max maximum minimum fmax fmin relu relu6 elu celu
+    selu gelu silu mish hardtanh hardshrink softshrink tanhshrink hardsigmoid leaky_relu
+    threshold lerp addcmul addcdiv where masked_fill lt
+    le gt ge eq ne isclose less less_equal greater greater_equal not_equal logical_not
+    logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor clone
+    detach contiguous copy to type type_as float double half bfloat16 int long short bool cpu
+    cuda pin_memory zero fill normal uniform bernoulli exponential zeros_like ones_like
+    empty_like full_like rand_like randn_like
+""".split())
+VIEWS = set("""
+    view view_as reshape reshape_as flatten ravel unflatten squeeze unsqueeze t transpose swapaxes
+    swapdims permute movedim moveaxis view_as_real view_as_complex expand_as as_subclass
+""".split())
+ALLOWED = ELEMENTWISE | VIEWS | FACTS | set("""
+    __repr__ __format__ new_zeros new_ones new_empty new_full new_tensor result_type record_stream
+    requires_grad equal allclose set
+""".split())
 COMPARES = {"eq", "__eq__", "isclose"}  # of two parts; so what comes of it can be asked for all()
+# What can be while no_sync() holds it back; optimizers that look at whole parameters.
 HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "muon", "shampoo", "soap"
 NOT_BY_PARAMETER = "lbfgs", "prodigy", "dadapt"  # which look at all parameters at once
@@ -188,32 +367,52 @@ class Absent(torch.nn.Parameter):
         is_set = is_attribute and len(args) == 2
         is_written = name == "copy_" or name == "data" and is_set
         absent = [t for t in args if isinstance(t, cls)]
+        in_a_backward = in_backward()
+        reason = IN_BACKWARD if in_a_backward else ABSENT
         if not absent:
-            raise RuntimeError(f"{name} of a list of parameters: {ABSENT}")
+            raise RuntimeError(f"{name} of a list of parameters: {reason}")
         p = absent[0]
         slot = p._watch.slot
         shard = slot.shard
         with torch._C.DisableTorchFunctionSubclass():
-            if is_attribute and name == "grad" and torch._C._current_graph_task_id() == -1:
+            if is_attribute and name == "grad" and not in_a_backward:
                 return function(shard, *args[1:])
             if name == "requires_grad_" or name == "requires_grad" and is_set:
                 function(shard, *args[1:], **kwargs)  # of both
-            if name in QUESTIONS or is_attribute and name not in VALUES:
+            if name in FACTS or is_attribute and name not in VALUES:
                 return function(*args, **kwargs)
             if is_written and not isinstance(args[1], cls):
                 return shard.detach().copy_(slot.bucket.part_of(slot, args[1]))
-        raise RuntimeError(f"{name} of {slot.fqn}: {ABSENT}")
+        if name in CASTS:
+            reason = "cast and move the module before wrapping it"
+        raise RuntimeError(f"{name} of {slot.fqn}: {reason}")
+
+    def __repr__(self):
+        """For debuggers."""
+        return f"Absent({self._watch.slot.fqn}, {tuple(self.shape)}, {self.dtype})"
+
+    def __format__(self, specification):
+        return repr(self)
 
 
+IN_BACKWARD = ("stage 3 has freed it in this part of the backward. An autograd.Function keeps a "
+               "weight by ctx.save_for_backward(weight), not by ctx.weight = weight, and a hook "
+               "what it has read in the forward; or use Zero2")
 ABSENT = ("a parameter has a value only in forward and backward. Make the optimizer from the "
           "wrapper's parameters(), after wrapping. For values use full_parameters() or, to save, "
           "as by save_pretrained(state_dict=...), full_state_dict()")
 
 
+def plain_name(function):
+    """A function's name, but "mul" of mul_, _foreach_mul and _foreach_mul_."""
+    name = function.__name__
+    return name if name.startswith("__") else name.removeprefix("_foreach_").removesuffix("_")
+
+
 class Part(torch.Tensor):
-    """`.grad` of a shard from a backward to the step, and what is computed from it. It is copied
-    and pickled as a Tensor, so that files do not need this class. Each wrapper has a subclass of
-    its own, with the shard_group."""
+    """`.grad` of a shard from a backward on, and what is computed from it element by element. It is
+    copied and pickled as a Tensor, so that files do not need this class. Each wrapper has a
+    subclass of its own, with the shard_group."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -222,21 +421,26 @@ class Part(torch.Tensor):
         if is_held and name not in HELD:
             raise RuntimeError(f"{name} of the gradient of a shard, which is held back by "
                                f"no_sync()")
-        if name in WHOLE_ONLY:
-            raise RuntimeError(f"{name} of the gradient of a shard, which is one rank's part: use "
-                               f"model.clip_grad_norm_(), or take "
-                               f"p.grad.as_subclass(torch.Tensor) and reduce over ranks what you "
-                               f"find")
+        plain = plain_name(function)
+        # max and min of two tensors work element by element.
+        is_of_two = len(args) == 2 and isinstance(args[1], torch.Tensor)
+        is_allowed = plain in ALLOWED or plain in ("max", "min") and is_of_two
+        if not is_allowed and not name.startswith("_fused_") and name != UNSCALE:
+            refuse_part(name)
         if name in ("zero_", "_foreach_zero_"):  # zero_grad() drops what was held back
             tree_map_only(Held, Held.drop, args)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **(kwargs or {}))
             if name == UNSCALE:
                 agree_on_inf(args[1], cls.shard_group)
-        is_new = not any(result is t for t in args)
-        is_part = is_new and name not in COMPARES and name != "as_subclass"
-        if is_part and type(result) is torch.Tensor:
-            result.__class__ = cls
+        if plain in ELEMENTWISE and isinstance(result, torch.Tensor):
+            for t in args:
+                if isinstance(t, Part) and t.shape != result.shape:
+                    refuse_part(f"{name}, with a tensor of another shape,")
+        if not (plain in COMPARES and is_of_two) and plain != "as_subclass":
+            for t in result if isinstance(result, (list, tuple)) else [result]:
+                if type(t) is torch.Tensor and not any(t is given for given in args):
+                    t.__class__ = cls
         return result
 
     def __deepcopy__(self, memo):
@@ -244,6 +448,12 @@ class Part(torch.Tensor):
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+def refuse_part(what):
+    raise RuntimeError(f"{what} of the gradient of a shard, which is one rank's part: use "
+                       f"model.clip_grad_norm_(), or take p.grad.as_subclass(torch.Tensor) and "
+                       f"reduce over ranks what you find")
 
 
 class Held(Part):
@@ -278,9 +488,24 @@ class ShardGuards(Guards):
     `init_weights()` leaves out.
     """
 
+    _guard_hint = (". (get_state_dict() of torch.distributed.checkpoint knows no shards: save "
+                   "state_dict() or full_state_dict())")
+
+    def _agree_on_module(self, options):
+        first_tag = super()._agree_on_module(options)
+        ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        for where, m in self._guard_modules():
+            for name, p in m._parameters.items():
+                fqn = f"{where}.{name}" if where else name
+                if p is not None and fqn in ignored:
+                    self._refuse(f"{fqn} is in the module's _ddp_params_and_buffers_to_ignore, so "
+                                 f"ranks may have values of their own there, but a stage gives all "
+                                 f"ranks those of rank 0: use DDP")
+        return first_tag
+
     def _build_buckets(self, reduce_dtype, init_fn):
         self._refuse_shared_memory()
-        on_meta = [p.is_meta for p in self.module.parameters()]
+        on_meta = [p.is_meta for _, p in self._named("parameters")]
         if any(on_meta) and not all(on_meta) and init_fn is None:
             if hasattr(self.module, "init_weights"):
                 self._refuse("some parameters are on meta, and init_weights() would write to the "
@@ -288,16 +513,32 @@ class ShardGuards(Guards):
         super()._build_buckets(reduce_dtype, init_fn)
 
     def _refuse_shared_memory(self):
-        """Two parameters in one memory would be two in the buckets."""
-        addresses = [p.detach().data_ptr() for p in self.module.parameters()
-                     if not p.is_meta and p.numel() > 0]
-        if len(set(addresses)) < len(addresses):
-            self._refuse("two parameters share memory: tie them by assigning one to both modules")
+        """Two parameters that have elements in one place would be apart in the buckets."""
+        in_memory = {}  # {memory and dtype: {parameter there: its name}}
+        for name, p in self._named("parameters"):
+            if not p.is_meta:
+                memory = p.untyped_storage()._cdata, p.dtype
+                in_memory.setdefault(memory, {}).setdefault(p, name)
+        for names in in_memory.values():
+            if len(names) == 1:
+                continue
+            taken = None  # for each element of the memory, whether it is a parameter's
+            for p, name in names.items():
+                if taken is None:
+                    n = p.untyped_storage().nbytes() // p.itemsize
+                    taken = torch.zeros(n, dtype=torch.bool, device=p.device)
+                place = taken.as_strided(p.shape, p.stride(), p.storage_offset())
+                if place.any():
+                    self._refuse(f"parameters share memory, such as {name} with another of "
+                                 f"{list(names.values())}: tie them by assigning one to both "
+                                 f"modules")
+                place.fill_(True)
 
     def _add_hooks(self):
         super()._add_hooks()
         self._guard_awaits_backward = False  # whether there was a forward since the last backward
         self._guard_hidden = set()  # units whose parameters are Absent
+        self._guard_freed = {}  # {memory that was of whole parameters: a weak reference to it}
         self._guard_part = type("Part", (Part,), {"shard_group": self.shard_group})
         self._guard_held = type("Held", (Held,), {"shard_group": self.shard_group})
         self._guard_whole = set()  # shards of uncut parameters
@@ -310,6 +551,8 @@ class ShardGuards(Guards):
             seen = p.data_ptr(), p._version, p.requires_grad
             p._watch = Watch(slot, type(p), place_of(slot.shard), seen)
         self._hide_all()
+        after_step = self._hook_steps(register_optimizer_step_post_hook, self._guard_after_step)
+        self._remove_at_end(after_step)
 
     # ---- a parameter may be read, or is Absent
 
@@ -361,6 +604,12 @@ class ShardGuards(Guards):
             return
         self._wait_for_unshard(unit)
         self._take_back(unit)
+        for memory, reference in list(self._guard_freed.items()):
+            if reference.expired():
+                del self._guard_freed[memory]
+        for bucket in unit.buckets:
+            memory = bucket.unsharded.untyped_storage()
+            self._guard_freed[memory._cdata] = StorageWeakRef(memory)
         super()._reshard(unit)
         self._make_absent(unit)
         # A backward through a graph that no note was taken of, such as a penalty's, has to raise.
@@ -415,21 +664,49 @@ class ShardGuards(Guards):
     # ---- forward
 
     @torch.compiler.disable
+    @outside_functorch
     def _prepare_forward(self):
         self._hide_all()
         self._bring_home()
         self._check_shards()
         super()._prepare_forward()
 
+    @outside_functorch
     def _begin_forward(self, module):
         if torch.is_grad_enabled():
             self._guard_awaits_backward = True
         super()._begin_forward(module)
 
+    @outside_functorch
+    def _use(self, unit):
+        super()._use(unit)
+
+    @outside_functorch
+    def _post_forward(self, *arguments):
+        super()._post_forward(*arguments)
+
     def _end_forward(self):
         super()._end_forward()
         if not torch.is_grad_enabled():
             self._hide_all()
+
+    def _take_notes(self):
+        """Stage 3 only."""
+        is_possible = torch._C._autograd._saved_tensors_hooks_is_enabled()
+        if torch.is_grad_enabled() and not is_possible:
+            self._refuse("hooks of saved tensors are switched off, as in torch.func.grad, vjp and "
+                         "jacrev, but stage 3 needs them: use Zero2, or torch.autograd.grad()")
+        return super()._take_notes()
+
+    def _pack(self, outer, t):
+        """Stage 3 only: a checkpoint must not keep views of weights, which would be old."""
+        if in_backward() and t.layout is torch.strided:
+            memory = t.untyped_storage()._cdata
+            freed = self._guard_freed.get(memory)
+            if freed is not None and not freed.expired() and memory not in self._bucket_at_memory:
+                self._refuse("a selective checkpoint has kept a view of a weight that was freed "
+                             "since: let its policy recompute views, such as aten.t")
+        return super()._pack(outer, t)
 
     # ---- backward: a shard's `.grad` is a Part, or Held
 
@@ -488,8 +765,8 @@ class ShardGuards(Guards):
                                  f"{fqn}: pass all of its parameters as uncut= when wrapping, or "
                                  f"use DDP")
         if any(bucket.unreduced for bucket in self._buckets):
-            self._refuse(f"{name} steps while no_sync() holds gradients back, or after a backward "
-                         f"that raised")
+            self._refuse(f"{name} steps while no_sync() holds gradients back: make the last "
+                         f"backward before a step outside of it")
         own = given - self._guard_elsewhere
         has_gradient = any(shard.grad is not None for shard in own)
         if self._guard_awaits_backward and own and not has_closure and not has_gradient:
@@ -500,11 +777,18 @@ class ShardGuards(Guards):
         for shard in self._guard_elsewhere:
             shard.grad = None  # a loss over the shards has left an empty one
         # What is whole may be looked at. On the rest torch's optimizers work element by element,
-        # and a Part would cost them time.
+        # and a Part would cost them time. It is one again after the step.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         for shard in given:
             if isinstance(shard.grad, Part) and (is_torchs or shard in self._guard_whole):
                 shard.grad.__class__ = torch.Tensor
+
+    def _guard_after_step(self, optimizer, arguments, options):
+        """Hook of all optimizers, after a step: what it was given is a part again."""
+        for group in optimizer.param_groups:
+            for shard in group["params"]:
+                if shard in self._shards and type(shard.grad) is torch.Tensor:
+                    shard.grad.__class__ = self._guard_part
 
     def full_parameters(self):
         self._hide_all()

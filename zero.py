@@ -58,8 +58,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from ddp import (ALIGN_CHUNK_BYTES, Bucket, HierarchicalState, Reducer, add_in_rank_order,
-                 all_gather, all_reduce, broadcast, bucket_bytes, fill_buckets, gather_chunks,
-                 in_backward, reduce_chunks, reduce_scatter, round_up, weakly)
+                 all_gather, all_reduce, broadcast, bucket_bytes, fill_buckets, first_names,
+                 gather_chunks, in_backward, named_modules, named_tensors, reduce_chunks,
+                 reduce_scatter, round_up, weakly)
 from guards import ShardGuards
 
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
@@ -316,10 +317,12 @@ def find_units(module: nn.Module) -> list[nn.Module]:
     are read by the module around."""
     if isinstance(module, nn.ModuleList):
         bare = nn.ParameterList, nn.ParameterDict, type(None)
-        return [element for element in module if not isinstance(element, bare)]
+        elements = module._modules.values()
+        return [element for element in elements if not isinstance(element, bare)]
     units = []
-    for child in module.children():
-        units += find_units(child)
+    for child in module._modules.values():
+        if child is not None:
+            units += find_units(child)
     return units
 
 
@@ -330,6 +333,11 @@ def unless_compiling(hook):
             return hook(*arguments)
 
     return quiet_hook
+
+
+def copy_of(value):
+    """A copy of a tensor; anything else itself."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def cast_floats(inputs, dtype):
@@ -411,7 +419,7 @@ class PlainZero1(Reducer):
                  device: torch.device | str | None = None, uncut: Iterable[nn.Parameter] = ()):
         self._uncut = set_of_parameters(module, uncut)
         options = [f"{param_dtype=} {reduce_dtype=} {shard_size=}"]
-        for name, p in module.named_parameters():
+        for name, p in named_tensors(module, "parameters"):
             if p in self._uncut:
                 options.append(f"uncut: {name}")
         super().__init__(module, process_group, find_unused_parameters=True, options=options)
@@ -460,7 +468,7 @@ class PlainZero1(Reducer):
 
     def _build_units(self, modules):
         """Divide submodules and parameters among the root and a unit for each of modules."""
-        names = {m: name for name, m in self.module.named_modules()}
+        names = first_names(named_modules(self.module))
         modules = set(modules)
         for m in modules:
             if m not in names or m is self.module:
@@ -473,15 +481,18 @@ class PlainZero1(Reducer):
             if m in modules:
                 unit = Unit(names[m], m, self._root.tag + len(self._units))
                 self._units.append(unit)
-                for part in (*m.modules(), *m.parameters()):
+                parts = set()
+                for _, submodule in named_modules(m):
+                    parts.update([submodule, *submodule._parameters.values()])
+                for part in parts:
                     unit_of[part] = self._root if part in unit_of else unit
         for m in names:
             unit = unit_of.get(m, self._root)
             unit.submodules.append(m)
             if unit is self._root:  # its parameters belong there, even if a unit shares them
-                for p in m.parameters(recurse=False):
+                for p in m._parameters.values():
                     unit_of[p] = self._root
-        for p in self.module.parameters():
+        for p in first_names(self._named("parameters")):
             unit_of[p].parameters.append(p)
 
     @torch.no_grad()
@@ -490,7 +501,7 @@ class PlainZero1(Reducer):
         the meta device, agree with rank 0, keep what the stage keeps, and free the rest. Unit by
         unit, so that a rank has one unit more than it keeps. Until the end, a parameter on the meta
         device has a stand-in, a real one with its values: see `fill_meta`."""
-        names = {p: name for name, p in self.module.named_parameters()}
+        names = first_names(self._named("parameters"))
         sharding = Sharding(names, self.shard_size, dist.get_rank(self.shard_group), self._device,
                             self.param_dtype, reduce_dtype)
         most_bytes = bucket_bytes(self.shard_size)
@@ -506,7 +517,7 @@ class PlainZero1(Reducer):
             for bucket in unit.buckets:
                 self._take_values(bucket, stand_ins)
         swap(stand_ins)
-        broadcast(list(self.module.buffers()), self.process_group)
+        broadcast([t for _, t in self._named("buffers")], self.process_group)
         for bucket in self._all_buckets():
             bucket.point_parameters()
 
@@ -530,7 +541,8 @@ class PlainZero1(Reducer):
     def _order_of_backward(self):
         """The buckets with trained parameters, in the order in which a backward, which starts at
         the end, completes them; and the others."""
-        places = {p: place for place, p in enumerate(self.module.parameters())}
+        in_order = first_names(self._named("parameters"))
+        places = {p: place for place, p in enumerate(in_order)}
         trained = []
         frozen = []
         for bucket in self._all_buckets():
@@ -558,7 +570,7 @@ class PlainZero1(Reducer):
         """On the modules themselves, so that `model.module(x)` works, and on all that have
         parameters: a unit may be a mere container, and a script may call a part of the model. And
         on all optimizers."""
-        before_step = register_optimizer_step_pre_hook(weakly(self._before_step))
+        before_step = self._hook_steps(register_optimizer_step_pre_hook, self._before_step)
         self._remove_at_end(before_step)
         for unit in self._units:
             for m in unit.submodules:
@@ -740,6 +752,7 @@ class PlainZero1(Reducer):
         whose shards are empty. It changes no bit, and nothing in stage 3."""
         self._is_last_backward = is_last_backward
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forgets what no_sync() has held back, and a backward that has raised, for whose
         all-gathers it waits."""
@@ -755,18 +768,21 @@ class PlainZero1(Reducer):
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """(original name, this rank's shard) of every parameter of the module, in its order."""
-        for name, p in self.module.named_parameters(prefix, recurse, remove_duplicate):
+        seen = set()
+        for name, p in self._named("parameters"):
             # One that was added after wrapping is left out here, and refused by the next forward.
-            if p in self._slots:
-                yield name, self._slots[p].shard
+            is_below = "." in name
+            if p in self._slots and (recurse or not is_below):
+                if p not in seen or not remove_duplicate:
+                    yield f"{prefix}.{name}" if prefix else name, self._slots[p].shard
+                seen.add(p)
 
     def shard_starts(self) -> dict[str, int]:
         """{original name: where this rank's shard begins in the parameter, in elements in order of
         memory}: beside `named_parameters()` all that it takes to load at another world size."""
         starts = {}
-        for name, p in self.module.named_parameters():
-            slot = self._slots[p]
-            starts[name], _ = slot.bucket.shard_range(slot)
+        for slot in self._slots.values():
+            starts[slot.fqn], _ = slot.bucket.shard_range(slot)
         return starts
 
     @torch.no_grad()
@@ -774,8 +790,7 @@ class PlainZero1(Reducer):
         """Yield (original name, whole parameter in the shards' dtype), a tied one once. It holds
         the whole parameters of one unit. A collective: every rank has to go through all of it."""
         wholes = {}  # {bucket: its whole parameters}, of one unit
-        for name, p in self.module.named_parameters():
-            slot = self._slots[p]
+        for slot in self._slots.values():
             bucket = slot.bucket
             if bucket not in wholes:
                 wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
@@ -783,7 +798,7 @@ class PlainZero1(Reducer):
                 bucket.own_chunk(whole).copy_(bucket.sharded)
                 bucket.gather(whole, self.shard_group, self._full_parameters_tag)()
                 wholes[bucket] = whole
-            yield name, bucket.view(slot, wholes[bucket]).clone()
+            yield slot.fqn, bucket.view(slot, wholes[bucket]).clone()
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -793,56 +808,75 @@ class PlainZero1(Reducer):
         """
         whole = dict(self.full_parameters())
         found = {}
-        for name, t in self.module.state_dict(keep_vars=True).items():
-            if t in self._slots:
-                found[name] = whole[self._slots[t].fqn]  # a tied one has several names
-            else:
-                found[name] = t.clone()
+        for name, value, slot in self._module_state():
+            # By fqn, as a tied one has several names.
+            found[name] = copy_of(value) if slot is None else whole[slot.fqn]
+        return found
+
+    def _module_state(self):
+        """[(name, value, its slot or None)] of the module's state, by torch's own `state_dict`: the
+        module may have another one. A value that is no parameter is a buffer, or what
+        `get_extra_state()` returns, of any type."""
+        found = []
+        for name, value in nn.Module.state_dict(self.module, keep_vars=True).items():
+            slot = self._slots.get(value) if isinstance(value, torch.Tensor) else None
+            found.append((name, value, slot))
         return found
 
     def state_dict(self, *, destination: dict | None = None, prefix: str = "",
                    keep_vars: bool = False) -> dict[str, torch.Tensor]:
         """This rank's shards and the buffers under the module's own names. Not a collective."""
         destination = {} if destination is None else destination
-        for name, t in self.module.state_dict(keep_vars=True).items():
-            t = self._slots[t].shard if t in self._slots else t
+        for name, value, slot in self._module_state():
+            value = value if slot is None else slot.shard
             # Copied, since torch.save would write all of the buffer that a view is of.
-            destination[prefix + name] = t if keep_vars else t.detach().clone()
+            destination[prefix + name] = value if keep_vars else copy_of(value)
         return destination
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Copy in what `state_dict()` gave at this world size. Raises RuntimeError on a misfit."""
-        ours = self.state_dict(keep_vars=True)
-        self._refuse_misfit(ours, state_dict)
-        for name, t in ours.items():
-            t.copy_(state_dict[name])
+        self._load(state_dict, self.state_dict(keep_vars=True), lambda slot, value: value)
 
     @torch.no_grad()
     def load_full_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
         """Write whole parameters and buffers: each rank copies its part. Raises RuntimeError naming
         what is missing, left over or of another shape, before anything is written."""
-        ours = self.module.state_dict(keep_vars=True)
-        self._refuse_misfit(ours, state_dict)
-        for name, t in ours.items():
-            if t in self._slots:
-                slot = self._slots[t]
-                slot.shard.copy_(slot.bucket.part_of(slot, state_dict[name]))
-            else:
-                t.copy_(state_dict[name])
+        ours = {name: value for name, value, _ in self._module_state()}
+        self._load(state_dict, ours, lambda slot, value: slot.bucket.part_of(slot, value))
 
-    def _refuse_misfit(self, ours, given):
-        """Raise where two state dicts have other names or shapes."""
-        shapes_of_ours = {(name, tuple(t.shape)) for name, t in ours.items()}
-        shapes_given = {(name, tuple(t.shape)) for name, t in given.items()}
-        if shapes_of_ours != shapes_given:
+    def _load(self, given, ours, part_of):
+        """Load a state dict. ours: what there is, of the shapes that it must have. part_of(slot,
+        value): this rank's part of a parameter's value there. What is no parameter torch loads."""
+        self._refuse_misfit(given, ours)
+        rest = {}
+        for name, _, slot in self._module_state():
+            if slot is None:
+                rest[name] = given[name]
+            else:
+                slot.shard.copy_(part_of(slot, given[name]))
+        nn.Module.load_state_dict(self.module, rest, strict=False)
+
+    def _refuse_misfit(self, given, ours):
+        """Raise where two state dicts have other names, or parameters or buffers other shapes."""
+        buffers = {t for _, t in named_tensors(self.module, "buffers")}
+        found = set(ours) ^ set(given)
+        for name in set(ours) & set(given):
+            value = ours[name]
+            is_tensor = isinstance(value, torch.Tensor)
+            has_shape = is_tensor and (value in self._slots or value in self._shards | buffers)
+            if has_shape and getattr(given[name], "shape", None) != value.shape:
+                found.add(name)
+        if found:
             self._refuse(f"nothing was loaded; missing, left over or of another shape: "
-                         f"{sorted(shapes_of_ours ^ shapes_given)}")
+                         f"{sorted(found)}")
 
     def _apply(self, *_, **__):
-        self._refuse("cast, move or copy the module before wrapping it")
+        self._refuse("cast and move the module before wrapping it")
 
-    __getstate__ = _apply  # of deepcopy and pickle
+    def __getstate__(self):
+        self._refuse("has one rank's shards, and is not copied or pickled: copy the module before "
+                     "wrapping it, and save full_state_dict()")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1145,7 +1179,7 @@ def fill_meta(module, unit, device, init_fn):
             stand_ins[p] = nn.Parameter(torch.empty_like(p, device=device), p.requires_grad)
             vars(stand_ins[p]).update(vars(p))
     swap(stand_ins)
-    for m in module.modules():
+    for m in first_names(named_modules(module)):
         has_any = any(p in stand_ins for p in m._parameters.values())
         for name, t in m._buffers.items():
             if m in unit.submodules and t is not None and t.is_meta:
@@ -1163,7 +1197,8 @@ def fill_meta(module, unit, device, init_fn):
         elif reset is not None:
             reset()
         else:
-            raise RuntimeError(f"{unit.name} has a {type(m).__name__} on meta: pass init_fn for it")
+            raise RuntimeError(f"{unit.name} has a {type(m).__name__} with tensors on meta, and "
+                               f"without reset_parameters(): pass init_fn for it")
     swap(stand_ins)
     return stand_ins
 
@@ -1184,7 +1219,7 @@ def set_of_parameters(module, uncut):
         found = set() if uncut is None else set(uncut)
     except TypeError:  # it is nothing that has elements
         found = {uncut}
-    wrong = found - set(module.parameters())
+    wrong = found - set(first_names(named_tensors(module, "parameters")))
     if wrong:
         kind = type(wrong.pop()).__name__
         raise ValueError(f"uncut must be a list of parameters of the module, such as [p for p in "

@@ -24,9 +24,9 @@ from ddp import DDP
 from tests.common import full_training, planted, raises, training
 from tests.params import ROOT
 from tests.runs import run_alone, run_train
+from tests.scripts import Net, note_script, run_script
 from tests.wrappers import PLAIN, WRAPPERS
-from verify import (difference, distributed, every_collective, fresh, no_sync, plain_names,
-                    same_bits, STAGES, zoo_loss)
+from verify import distributed, every_collective, fresh, same_bits, STAGES, zoo_loss
 
 
 def recorded(wrapper, name, **options):
@@ -183,79 +183,13 @@ def test_missing_rank_is_named(wrapper, missing):
         raises(RuntimeError, r"(first|last|layers\.\d)\b|the root", act)
 
 
-class Net(nn.Module):
-    """Three units, and two parameters of the root. calls(net, x) takes the place of its forward."""
-
-    def __init__(self, calls=None, unit=partial(nn.Linear, 4, 4), tied=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(unit() for _ in range(3))
-        self.head = nn.Linear(4, 2)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.calls = Net.plain if calls is None else calls
-        if tied:
-            self.blocks[1].bias = self.blocks[0].bias
-
-    def forward(self, x):
-        return self.calls(self, x)
-
-    def plain(self, x):
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        return self.head(x) * self.scale
-
-
-class Script:
-    """What a script has: a model, which is a module or a wrapper of it, and an optimizer."""
-
-    def __init__(self, wrap, build, x):
-        torch.manual_seed(0)
-        self.module = build()
-        self.wrap = wrap
-        self.x = x
-        self.model = wrap(self.module)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
-
-    def loss(self):
-        return self.model(self.x).square().mean()
-
-    def backward(self):
-        self.loss().backward()
-
-    def hold(self):
-        with no_sync(self.model):
-            self.backward()
-
-    def step(self, **options):
-        self.loss().backward(**options)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def result(self):
-        whole = getattr(self.model, "full_state_dict", self.model.state_dict)()
-        return {name: t.clone() for name, t in plain_names(whole.items())}
-
-
 SCRIPTS = []
+script = partial(note_script, SCRIPTS)
 # What errors say.
 ABSENT = "parameter has a value"
 CHANGED = "after wrapping"
 COPIED = "copy the module"
 ONE_PART = "one rank's part"
-
-
-def script(zero="", ddp="", both="", build=Net):
-    """Note a script: what the error of a stage says, that of DDP, or of both, and what builds the
-    module. Without a text it has to be right."""
-    def note(function):
-        of_stage = zero or both
-        of_ddp = ddp or both
-        function.refusals = {"ddp": of_ddp, **dict.fromkeys(STAGES, of_stage)}
-        function.build = build
-        SCRIPTS.append(function)
-        return function
-
-    return note
 
 
 # ---- scripts that change the module
@@ -743,26 +677,5 @@ def steps_with_a_closure(s):
 @pytest.mark.parametrize("wrapper", ["ddp", *STAGES])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts(script, wrapper):
-    """Whatever a script does around a wrapper ends as around the plain module, on the batches of
-    all ranks; or it raises, naming what is not supported."""
-    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
-    own = batch.chunk(2)[dist.get_rank()]
-    refusal = script.refusals[wrapper]
-    wrapped = Script(WRAPPERS[wrapper], script.build, own)
-    if refusal:
-        raises(Exception, refusal, script, wrapped)
-        # A receive that is dropped before its message arrives spoils the group for later tests.
-        wrapped.model.zero_grad()
-        return
-    plain = Script(not_wrapped, script.build, batch)
-    script(plain)
-    script(wrapped)
-    expected = plain.result()
-    found = wrapped.result()
-    for n, t in expected.items():
-        if not torch.allclose(found[n], t, rtol=1e-4, atol=1e-5):
-            raise AssertionError(f"in the end {n} {difference(n, expected, found[n])}")
-
-
-def not_wrapped(module):
-    return module
+    """`run_script`."""
+    run_script(script, wrapper)
