@@ -292,51 +292,54 @@ def fault_of_memory(t):
 #   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a mean, or writes to a row.
 
 
-# Attributes of a parameter that are its value or a view of it, and methods that do not read it.
+# Attributes of a parameter that are its value or a view of it.
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
-# What can be asked of any tensor without reading its values.
+# Methods that do not read values; those that change where they lie.
 FACTS = set("""
     __get__ __set__ __delete__ __len__ __hash__ __dir__ size dim ndimension numel nelement stride
     storage_offset data_ptr untyped_storage element_size is_contiguous is_complex is_floating_point
     is_signed is_conj is_neg is_inference is_pinned is_shared is_same_size is_set_to get_device
     has_names dim_order _is_view requires_grad_ register_hook register_post_accumulate_grad_hook
 """.split())
+CASTS = set("to type float double half bfloat16 cpu cuda".split())
 
-# What a part of a gradient can be asked for, by `plain_name`: what is done element by element,
-# views of all elements, facts. All else, such as a norm, would be of this rank's part.
-OPERATORS = "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
-ELEMENTWISE = {f"__{side}{name}__" for side in ("", "i", "r") for name in OPERATORS} | set("""
-    __abs__ __neg__ __pos__ __invert__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__ abs absolute
-    neg negative positive sign sgn signbit add sub rsub subtract mul multiply div divide
-    true_divide floor_divide remainder fmod pow float_power square sqrt rsqrt reciprocal hypot
-    ldexp nextafter copysign exp exp2 expm1 log log2 log10 log1p logaddexp logaddexp2 xlogy
-    logit sigmoid softplus logsigmoid sin cos tan asin acos atan atan2 sinh cosh tanh asinh
-    acosh atanh sinc arcsin arccos arctan arctan2 deg2rad rad2deg erf erfc erfinv lgamma digamma
-    i0 heaviside angle conj conj_physical resolve_conj resolve_neg ceil floor round trunc fix
-    frac nan_to_num clamp clip clamp_min clamp_max maximum minimum fmax fmin relu relu6 elu celu
-    selu gelu silu mish hardtanh hardshrink softshrink tanhshrink hardsigmoid leaky_relu
-    threshold lerp addcmul addcdiv where masked_fill lt
-    le gt ge eq ne isclose less less_equal greater greater_equal not_equal logical_not
-    logical_and logical_or logical_xor bitwise_not bitwise_and bitwise_or bitwise_xor clone
-    detach contiguous copy to type type_as float double half bfloat16 int long short bool cpu
-    cuda pin_memory zero fill normal uniform bernoulli exponential zeros_like ones_like
-    empty_like full_like rand_like randn_like
+# What a part of a gradient can be asked for: what is done element by element, views of all of it,
+# facts. All else, such as a norm, would be of this rank's part.
+ELEMENTWISE = CASTS | set("""
+    abs absolute neg negative positive sign sgn signbit add sub rsub subtract mul multiply div
+    divide true_divide floor_divide remainder fmod pow float_power square sqrt rsqrt reciprocal
+    hypot ldexp nextafter copysign exp exp2 expm1 log log2 log10 log1p logaddexp logaddexp2 xlogy
+    logit sigmoid softplus logsigmoid sin cos tan asin acos atan atan2 arcsin arccos arctan arctan2
+    sinh cosh tanh asinh acosh atanh sinc deg2rad rad2deg erf erfc erfinv lgamma digamma i0
+    heaviside angle conj conj_physical resolve_conj resolve_neg ceil floor round trunc fix frac
+    nan_to_num clamp clip clamp_min clamp_max maximum minimum fmax fmin relu relu6 elu celu selu
+    gelu silu mish hardtanh hardshrink softshrink tanhshrink hardsigmoid leaky_relu threshold lerp
+    addcmul addcdiv where masked_fill lt le gt ge eq ne isclose less less_equal greater
+    greater_equal not_equal logical_not logical_and logical_or logical_xor bitwise_not bitwise_and
+    bitwise_or bitwise_xor clone detach contiguous copy type_as int long short bool pin_memory zero
+    fill normal uniform bernoulli exponential zeros_like ones_like empty_like full_like rand_like
+    randn_like
 """.split())
-VIEWS = set("""
-    view view_as reshape reshape_as flatten ravel unflatten squeeze unsqueeze t transpose swapaxes
-    swapdims permute movedim moveaxis view_as_real view_as_complex expand_as as_subclass
+ELEMENTWISE |= {f"{name}_" for name in ELEMENTWISE}  # in place
+ELEMENTWISE |= {f"_foreach_{name}" for name in ELEMENTWISE}
+ARITHMETIC = "add sub mul div truediv floordiv mod pow and or xor".split()
+ELEMENTWISE |= {f"__{side}{name}__" for side in ("", "i", "r") for name in ARITHMETIC}
+ELEMENTWISE |= set("""
+    __abs__ __neg__ __pos__ __invert__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__
 """.split())
-ALLOWED = ELEMENTWISE | VIEWS | FACTS | set("""
-    __repr__ __format__ new_zeros new_ones new_empty new_full new_tensor result_type record_stream
-    requires_grad equal allclose set
+UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what a GradScaler calls
+ALLOWED = ELEMENTWISE | FACTS | {UNSCALE} | set("""
+    view view_as reshape reshape_as flatten ravel unflatten squeeze squeeze_ unsqueeze unsqueeze_ t
+    transpose swapaxes swapdims permute movedim moveaxis view_as_real view_as_complex expand_as
+    as_subclass new_zeros new_ones new_empty new_full new_tensor result_type record_stream equal
+    allclose __repr__ __format__ set_ _fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_
 """.split())
+ALLOWED_OF_TWO = {"max", "min"}  # element by element, if the second argument is a tensor
 COMPARES = {"eq", "__eq__", "isclose"}  # of two parts; so what comes of it can be asked for all()
 # What can be while no_sync() holds it back; optimizers that look at whole parameters.
 HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "muon", "shampoo", "soap"
 NOT_BY_PARAMETER = "lbfgs", "prodigy", "dadapt"  # which look at all parameters at once
-UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"  # what a GradScaler calls
 
 
 @dataclasses.dataclass(eq=False)
@@ -403,12 +406,6 @@ ABSENT = ("a parameter has a value only in forward and backward. Make the optimi
           "as by save_pretrained(state_dict=...), full_state_dict()")
 
 
-def plain_name(function):
-    """A function's name, but "mul" of mul_, _foreach_mul and _foreach_mul_."""
-    name = function.__name__
-    return name if name.startswith("__") else name.removeprefix("_foreach_").removesuffix("_")
-
-
 class Part(torch.Tensor):
     """`.grad` of a shard from a backward on, and what is computed from it element by element. It is
     copied and pickled as a Tensor, so that files do not need this class. Each wrapper has a
@@ -417,29 +414,31 @@ class Part(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         name = function.__name__
-        is_held = any(issubclass(kind, Held) for kind in types)
-        if is_held and name not in HELD:
-            raise RuntimeError(f"{name} of the gradient of a shard, which is held back by "
-                               f"no_sync()")
-        plain = plain_name(function)
-        # max and min of two tensors work element by element.
+        kwargs = kwargs or {}
+        for kind in types:
+            if issubclass(kind, Held) and name not in HELD:
+                raise RuntimeError(f"{name} of the gradient of a shard, which is held back by "
+                                   f"no_sync()")
         is_of_two = len(args) == 2 and isinstance(args[1], torch.Tensor)
-        is_allowed = plain in ALLOWED or plain in ("max", "min") and is_of_two
-        if not is_allowed and not name.startswith("_fused_") and name != UNSCALE:
+        if name not in ALLOWED and not (name in ALLOWED_OF_TWO and is_of_two):
             refuse_part(name)
         if name in ("zero_", "_foreach_zero_"):  # zero_grad() drops what was held back
             tree_map_only(Held, Held.drop, args)
         with torch._C.DisableTorchFunctionSubclass():
-            result = function(*args, **(kwargs or {}))
+            result = function(*args, **kwargs)
+            if len(args) > 1 and type(result) is torch.Tensor:
+                for t in args:  # or a sum would have more elements than the part
+                    if isinstance(t, Part) and t.shape != result.shape and name in ELEMENTWISE:
+                        refuse_part(f"{name}, with a tensor of another shape,")
             if name == UNSCALE:
                 agree_on_inf(args[1], cls.shard_group)
-        if plain in ELEMENTWISE and isinstance(result, torch.Tensor):
-            for t in args:
-                if isinstance(t, Part) and t.shape != result.shape:
-                    refuse_part(f"{name}, with a tensor of another shape,")
-        if not (plain in COMPARES and is_of_two) and plain != "as_subclass":
-            for t in result if isinstance(result, (list, tuple)) else [result]:
-                if type(t) is torch.Tensor and not any(t is given for given in args):
+        is_given = "out" in kwargs or args and result is args[0]
+        if type(result) is torch.Tensor and not is_given:
+            if name != "as_subclass" and not (name in COMPARES and is_of_two):
+                result.__class__ = cls
+        elif isinstance(result, list | tuple) and not name.endswith("_"):
+            for t in result:
+                if type(t) is torch.Tensor:
                     t.__class__ = cls
         return result
 

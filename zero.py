@@ -1043,9 +1043,11 @@ class PlainZero3(PlainZero2):
 
     def _post_forward(self, module, inputs, output):
         """As stage 1. The unit around may have been freed meanwhile: unshard it again."""
-        super()._post_forward(module, inputs, output)
-        while len(self._note_contexts) > len(self._in_forward):
-            self._note_contexts.pop().__exit__(None, None, None)
+        try:
+            super()._post_forward(module, inputs, output)
+        finally:  # it may time out, while it waits for units that were skipped
+            while len(self._note_contexts) > len(self._in_forward):
+                self._note_contexts.pop().__exit__(None, None, None)
         if self._in_forward:
             _, unit_around = self._in_forward[-1]
             self._unshard_and_wait(unit_around)

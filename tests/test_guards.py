@@ -172,6 +172,8 @@ def test_missing_rank_is_named(wrapper, missing):
         order = (2, 1, 0) if rank > 0 else (0, 1, 2)
         raises(RuntimeError, r"could not unshard layers\.\d", model.module.some,
                torch.ones(3, 5), order)
+        left = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert left is None, "hooks of saved tensors, of a forward that has raised"
         return
     raises(RuntimeError, COPIED, copy.deepcopy, model)  # it would use the default group
     act = partial(zoo_loss, model, 0, 0)
