@@ -442,6 +442,8 @@ class Reducer(torch.nn.Module):
         self.module, self.find_unused_parameters = module, find_unused_parameters
         self.process_group = process_group or dist.group.WORLD
         self.world_size = dist.get_world_size(process_group)
+        if self.world_size < 1:
+            self._refuse("this rank is not in process_group")
         self.shard_group = None  # the ranks over which parameters are sharded; stages set it
         self.gradient_divide_factor = self.world_size  # of the sum over ranks
         self.require_backward_grad_sync = True  # no_sync() changes it
@@ -449,6 +451,7 @@ class Reducer(torch.nn.Module):
         self._buffers_are_due = True  # whether the next one does
         self._backward = None  # the `Backward` under way
         self._has_averaged = False  # whether the last backward did
+        self.exposed_s = 0.0  # see `_track`
         self._unread_counts = None  # (a function that waits, own history, own checksum)
         self._first_tag = self._agree_on_module(options) if init_sync else 0
 
@@ -462,15 +465,19 @@ class Reducer(torch.nn.Module):
         # 2**30 on, as a small number is pickled to fewer bytes, and what is sent should not vary.
         first_tag = 2**30 + id(self) // 16 % 2**19 * 2**11
         of_rank_0 = [first_tag, lines]  # only rank 0's go to all ranks
-        dist.broadcast_object_list(of_rank_0, group=self.process_group, group_src=0)
+        send = functools.partial(dist.broadcast_object_list, of_rank_0, group=self.process_group,
+                                 group_src=0)
+        self._wait_for("compare modules with rank 0", send)
         first_tag, lines_of_rank_0 = of_rank_0
         pairs = itertools.zip_longest(lines_of_rank_0, lines, fillvalue="nothing")
         differences = [pair for pair in pairs if pair[0] != pair[1]]
         of_all_ranks = [None] * self.world_size
         dist.all_gather_object(of_all_ranks, differences[:1], group=self.process_group)
-        for found in of_all_ranks:
+        for rank, found in enumerate(of_all_ranks):
             if found:
-                self._refuse(f"ranks wrap different modules: {found[0]}")
+                of_0, of_rank = found[0]
+                self._refuse(f"ranks wrap different modules: rank 0 has {of_0}, and rank {rank} "
+                             f"has {of_rank}")
         return first_tag
 
     def _named(self, kind):
@@ -881,8 +888,10 @@ class PlainDDP(Reducer):
 
         bucket has the methods of torch.distributed.GradBucket.
         """
-        if self._comm_hook is not None or not callable(hook):
-            raise TypeError("DDP: a comm hook must be callable, and registered only once")
+        if not callable(hook):
+            raise TypeError(f"DDP: a comm hook must be callable, not {hook!r}")
+        if self._comm_hook is not None:
+            self._refuse("has a comm hook already")
         self.comm_state, self._comm_hook = state, torch.no_grad()(hook)
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,6 +20,7 @@ gradient (`Part`) of a stage; guards of stages.
 import copy
 import dataclasses
 import functools
+import math
 import weakref
 
 import torch
@@ -98,6 +99,7 @@ class Guards:
         # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
         # there is a weak reference.
         self._guard_not_to_swap = [weakref.ref(slot.parameter) for slot in self._trained]
+        self._guard_frozen = {p for _, p in self._named("parameters") if not p.requires_grad}
         self._guard_given = {}  # {slot: a weak reference to the `.grad` that its owner was given}
 
     @torch.compiler.disable
@@ -110,9 +112,14 @@ class Guards:
         """Each trained parameter has one hook, which is ours. Takes 1 us per parameter, 5 us in the
         stages."""
         for name, p in self._named("parameters"):
-            is_ours = len(p._post_accumulate_grad_hooks or ()) == 1
-            if p.requires_grad and not is_ours and isinstance(p, torch.nn.Parameter):
-                self._refuse(f"{name} was added, unfrozen, hooked or wrapped again after wrapping")
+            n_hooks = len(p._post_accumulate_grad_hooks or ())
+            if p.requires_grad and n_hooks != 1 and isinstance(p, torch.nn.Parameter):
+                if n_hooks > 1:
+                    self._refuse(f"{name} got a post-accumulate hook after wrapping, or was wrapped "
+                                 f"twice: that hook would see a gradient which is not averaged")
+                change = "unfrozen" if p in self._guard_frozen else "added or replaced"
+                self._refuse(f"{name} was {change} after wrapping, so its gradient would not be "
+                             f"averaged: wrap last (what is frozen after wrapping may be unfrozen)")
             self._refuse_optimizer_in_backward(name, p)
             if self.shard_group is None and p in self._slots:
                 buffer = self._slots[p].bucket.gradients
@@ -135,9 +142,9 @@ class Guards:
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none=True):
-        if self._backward is not None:  # it has raised, so no forward has got a whole one
-            for signs in self._guard_forwards:
-                signs.clear()
+        """Also forgets which forwards a backward has come through, as that may have raised."""
+        for signs in self._guard_forwards:
+            signs.clear()
         super().zero_grad(set_to_none)
 
     def _guard_end_of_backward(self, what):
@@ -166,8 +173,18 @@ class Guards:
                          "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
         super()._notice_backward(gradient)
 
+    def set_gradient_divide_factor(self, factor):
+        if not 0 < factor < math.inf:
+            self._refuse(f"the gradient divide factor must be a number above 0, not {factor}")
+        super().set_gradient_divide_factor(factor)
+
     def _prepare_for_backward(self, task):
-        super()._prepare_for_backward(task)
+        try:
+            super()._prepare_for_backward(task)
+        except RuntimeError as error:
+            if "autograd.grad" not in str(error):
+                raise
+            self._refuse("torch.autograd.grad() of parameters averages nothing: use backward()")
         for slot, reference in self._guard_given.items():
             kept = reference()
             if kept is not None and kept is not slot.shard.grad:
@@ -175,10 +192,13 @@ class Guards:
                     kept.data = kept.data.clone()  # this backward will write to the bucket
 
     def _mark_param_ready(self, p):
-        is_sparse = p.grad is not None and p.grad.is_sparse
-        if torch.is_grad_enabled() or is_sparse:  # create_graph=True enables it in a backward
-            name = self._slots[p].fqn
-            self._refuse(f"{name}: no support of create_graph and of sparse gradients")
+        name = self._slots[p].fqn
+        if p.grad is not None and p.grad.is_sparse:
+            self._refuse(f"{name} has a sparse gradient: pass sparse=False to its Embedding")
+        if torch.is_grad_enabled():  # as it is in a backward with create_graph=True
+            self._refuse(f"{name}: a mean over ranks cannot be differentiated, so there is no "
+                         f"backward(create_graph=True): take torch.autograd.grad(loss, inputs, "
+                         f"create_graph=True), and add a penalty to the loss")
         super()._mark_param_ready(p)
 
     def _finalize_backward(self):
@@ -401,9 +421,9 @@ class Absent(torch.nn.Parameter):
 IN_BACKWARD = ("stage 3 has freed it in this part of the backward. An autograd.Function keeps a "
                "weight by ctx.save_for_backward(weight), not by ctx.weight = weight, and a hook "
                "what it has read in the forward; or use Zero2")
-ABSENT = ("a parameter has a value only in forward and backward. Make the optimizer from the "
-          "wrapper's parameters(), after wrapping. For values use full_parameters() or, to save, "
-          "as by save_pretrained(state_dict=...), full_state_dict()")
+ABSENT = ("a parameter has a value only in the forward of its unit, and in the backward. Make the "
+          "optimizer from the wrapper's parameters(), after wrapping. For values use "
+          "full_parameters() or, to save, as by save_pretrained(state_dict=...), full_state_dict()")
 
 
 class Part(torch.Tensor):

@@ -457,7 +457,7 @@ class PlainZero1(Reducer):
             if not t.is_meta:
                 places[t.device] = name
         if len(places) > 1:
-            self._refuse(f"not all is on one device: {places}")
+            self._refuse(f"needs all parameters and buffers on one device: {places}")
         if places:
             return next(iter(places))
         if device is None:
@@ -796,7 +796,8 @@ class PlainZero1(Reducer):
                 wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
                 whole = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
                 bucket.own_chunk(whole).copy_(bucket.sharded)
-                bucket.gather(whole, self.shard_group, self._full_parameters_tag)()
+                wait = bucket.gather(whole, self.shard_group, self._full_parameters_tag)
+                self._wait_for("gather whole parameters, which all ranks have to do", wait)
                 wholes[bucket] = whole
             yield slot.fqn, bucket.view(slot, wholes[bucket]).clone()
 
@@ -860,16 +861,14 @@ class PlainZero1(Reducer):
     def _refuse_misfit(self, given, ours):
         """Raise where two state dicts have other names, or parameters or buffers other shapes."""
         buffers = {t for _, t in named_tensors(self.module, "buffers")}
-        found = set(ours) ^ set(given)
-        for name in set(ours) & set(given):
-            value = ours[name]
-            is_tensor = isinstance(value, torch.Tensor)
-            has_shape = is_tensor and (value in self._slots or value in self._shards | buffers)
-            if has_shape and getattr(given[name], "shape", None) != value.shape:
-                found.add(name)
+        with_shape = self._shards | set(self._slots) | buffers
+        found = sorted(ours.keys() ^ given.keys())
+        for name in ours.keys() & given.keys():
+            value, shape = ours[name], getattr(given[name], "shape", None)
+            if isinstance(value, torch.Tensor) and value in with_shape and value.shape != shape:
+                found.append(f"{name}: {shape}, not {value.shape}")
         if found:
-            self._refuse(f"nothing was loaded; missing, left over or of another shape: "
-                         f"{sorted(found)}")
+            self._refuse(f"nothing was loaded; missing, left over or of another shape: {found}")
 
     def _apply(self, *_, **__):
         self._refuse("cast and move the module before wrapping it")
@@ -1131,7 +1130,7 @@ class PlainZero3(PlainZero2):
         shards have another version than in the forward."""
         self._notice_backward()
         self._unshard_and_wait(bucket.unit)
-        refuse_modified(bucket.unit.current_version(), version)
+        refuse_modified(bucket.unit.current_version(), version, f"weights of {bucket.unit.name}")
         return bucket.unsharded.as_strided(*layout)
 
 
@@ -1141,13 +1140,14 @@ def call_note(note):
 
 def saved(t, version):
     """t, unless it was written to since. Autograd's own test does not see t, only the note."""
-    refuse_modified(t._version, version)
+    refuse_modified(t._version, version, f"a tensor of shape {tuple(t.shape)}")
     return t
 
 
-def refuse_modified(version_found, version):
+def refuse_modified(version_found, version, what):
     if version_found != version:
-        raise RuntimeError("a backward needs a tensor that was modified in place, as by step()")
+        raise RuntimeError(f"a backward needs {what} as in its forward, but since then that was "
+                           f"modified in place, as by step()")
 
 
 # -------------------------------------------------------------------------------------------------

@@ -286,6 +286,15 @@ def reads_a_weight(s):
     s.x * s.module.scale  # in a method that is not forward
 
 
+@script(ABSENT)
+def reads_a_weight_after_a_step_without_backward(s):
+    s.loss()  # so the weights are gathered
+    for p in s.parameters:
+        p.grad = torch.ones_like(p)
+    s.optimizer.step()
+    s.x * s.module.scale
+
+
 def reads_another_unit(net, x):
     return x @ net.blocks[2].weight
 
