@@ -726,7 +726,7 @@ class Reducer(torch.nn.Module):
         checksum = zlib.crc32(history.encode()) % (2**31 // self.world_size)  # int32 has the sum
         device = self._trained[0].parameter.device
         wait = count_ranks([*is_used, checksum], device, self.process_group)
-        if self.shard_group is None:
+        if self.shard_group is None or not self._is_on_cpu:
             self._unread_counts = wait, history, checksum
         if all(is_used):
             return [self.world_size] * len(is_used)
@@ -736,8 +736,8 @@ class Reducer(torch.nn.Module):
     def _history(self):
         """What backwards that are averaged with each other have in common, as a text. If one rank
         calls two wrappers in another order, the first backward of the one meets that of the other.
-        So DDP compares a checksum of this over ranks. (In stages messages have tags, so such ranks
-        time out.)"""
+        So a checksum of this is compared over ranks. (Stages on a CPU need not, and need not wait
+        for it: their messages have tags, so such ranks time out.)"""
         return f"wrapper {self._first_tag}"
 
     def _read_counts(self):
@@ -751,9 +751,12 @@ class Reducer(torch.nn.Module):
         if total != self.world_size * checksum:
             histories = [None] * self.world_size
             dist.all_gather_object(histories, history, group=self.process_group)
-            self._refuse(f"ranks have averaged backwards that do not belong together, by rank: "
-                         f"{histories}. If one rank leaves a backward out, as where its loss is "
-                         f"nan, all have to. Call wrappers in one order. Evaluate under no_grad()")
+            # On an accelerator all may come here by the same wrapper, whatever its backward met.
+            differ = len(set(histories)) > 1
+            which = f"by rank: {histories}" if differ else "of two wrappers"
+            self._refuse(f"ranks have averaged backwards that do not belong together, {which}. If "
+                         f"one rank leaves a backward out, as where its loss is nan, all have to. "
+                         f"Call wrappers in one order. Evaluate under no_grad()")
         if self.find_unused_parameters:
             return
         unused = []

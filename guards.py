@@ -115,8 +115,8 @@ class Guards:
             n_hooks = len(p._post_accumulate_grad_hooks or ())
             if p.requires_grad and n_hooks != 1 and isinstance(p, torch.nn.Parameter):
                 if n_hooks > 1:
-                    self._refuse(f"{name} got a post-accumulate hook after wrapping, or was wrapped "
-                                 f"twice: that hook would see a gradient which is not averaged")
+                    self._refuse(f"{name} got a post-accumulate hook after wrapping, or was "
+                                 f"wrapped twice: the hook would see what is not averaged yet")
                 change = "unfrozen" if p in self._guard_frozen else "added or replaced"
                 self._refuse(f"{name} was {change} after wrapping, so its gradient would not be "
                              f"averaged: wrap last (what is frozen after wrapping may be unfrozen)")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ddp import named_tensors
 from guards import Part
-from tests.common import on_meta, planted, raises
+from tests.common import native, on_meta, planted, raises
 from tests.params import full
 from tests.scripts import Net, note_script, run_script
 from tests.wrappers import WRAPPERS
@@ -474,7 +474,21 @@ def test_wrappers_in_another_order_are_named():
     models = [WRAPPERS["ddp"](Net()) for _ in range(2)]
     losses = [model(torch.ones(1, 4)).sum() for model in models]
     rank = dist.get_rank()
-    raises(RuntimeError, "do not belong together", losses[rank].backward)
+    raises(RuntimeError, "do not belong together, by rank", losses[rank].backward)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
+def test_wrappers_in_another_order_are_named_on_accelerators(wrapper):
+    """There messages have no tags, in stages neither; the next forward raises."""
+    with native():
+        models = [WRAPPERS[wrapper](Net()) for _ in range(2)]
+        losses = [model(torch.ones(1, 4)).sum() for model in models]
+        rank = dist.get_rank()
+        losses[rank].backward()
+        losses[1 - rank].backward()
+        for model in models:
+            raises(RuntimeError, "do not belong together, of two wrap", model, torch.ones(1, 4))
 
 
 @pytest.mark.ranks(2, 3)
