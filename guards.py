@@ -41,9 +41,10 @@ WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 class Guards:
-    """With guards: a module is wrapped once, and stays what it was when it was wrapped. A gradient
-    that a script keeps, the tensor itself, stays as it is. A backward inside another, or after one
-    that raised, is refused."""
+    """With guards: a module is wrapped once, has tensors that can be sent, and stays what it was
+    when it was wrapped. A gradient that a script keeps, the tensor itself, stays as it is. A
+    backward inside another, or after one whose end never came, is refused; so is one of DDP that is
+    averaged with another step's, since one rank has left a forward without a backward."""
 
     _guard_hint = ""  # what else to say of an attribute of the module
 
@@ -309,7 +310,8 @@ def fault_of_memory(t):
 #   - What turns up where it does not belong is taken to where it does: a value that replaces
 #     `.data` of a shard, or that a forward writes to a parameter; a gradient that autograd adds to
 #     a shard; a freeze of the one or the other.
-#   - Of a shard's `.grad`, which is a Part, nobody takes a norm or a mean, or writes to a row.
+#   - With a shard's `.grad`, which is a Part, one can do what works element by element. Nobody
+#     takes a norm or a mean, or reads a row.
 
 
 # Attributes of a parameter that are its value or a view of it.
@@ -496,11 +498,10 @@ def agree_on_inf(found_inf, group):
 class ShardGuards(Guards):
     """With guards: outside of a forward and its backward nobody reads a parameter of the module;
     what a script puts in the place of a shard, or writes to a parameter in a forward, is taken
-    over; of a shard's `.grad` nobody takes a norm.
+    over; of a shard's `.grad` nobody takes a norm, nor anything else that needs all of it.
 
     Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
-    as a norm; `numpy` of a shard's gradient; a view of a gradient that is kept over the next
-    backward; writes into `.data` of shards between micro-steps, in stages 1 and 2, if the backward
+    as a norm; a view of a gradient that is kept over the next backward; writes into `.data` of shards between micro-steps, in stages 1 and 2, if the backward
     before was in no_sync(), or was said not to be the last; a value that a forward writes to a
     parameter, if ranks write different ones; a freeze, or zero_grad() of the module,
     between forward and backward; views of parameters that were made before wrapping; on meta, what
