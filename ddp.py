@@ -226,7 +226,10 @@ KNOWN_DTYPES = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64
 
 
 def as_known(t):
-    """t, seen as numbers of a dtype that every backend can send; gloo knows no int16 or float8."""
+    """t, seen as numbers of the same size that every backend can send; gloo knows no int16 and no
+    float8, and of 2 bytes only float16. Only its memory counts, not a lazy conj() or neg()."""
+    t = t.conj() if t.is_conj() else t
+    t = torch._neg_view(t) if t.is_neg() else t
     return torch.view_as_real(t) if t.itemsize == 16 else t.view(KNOWN_DTYPES[t.itemsize])
 
 
@@ -368,7 +371,8 @@ def named_tensors(module, kind):
     found = []
     for prefix, m in named_modules(module):
         for name, t in getattr(m, f"_{kind}").items():
-            if t is not None:
+            is_sent_as_parameter = kind == "buffers" and isinstance(t, torch.nn.Parameter)
+            if t is not None and not is_sent_as_parameter:
                 found.append((f"{prefix}.{name}" if prefix else name, t))
     return found
 
@@ -738,7 +742,7 @@ class Reducer(torch.nn.Module):
         calls two wrappers in another order, the first backward of the one meets that of the other.
         So a checksum of this is compared over ranks. (Stages on a CPU need not, and need not wait
         for it: their messages have tags, so such ranks time out.)"""
-        return f"wrapper {self._first_tag}"
+        return f"wrapper {self._first_tag} of a {type(self.module).__name__}"
 
     def _read_counts(self):
         """Raise RuntimeError on all ranks if they had different histories in the last backward; or,
@@ -765,7 +769,8 @@ class Reducer(torch.nn.Module):
                 unused.append(slot.fqn)
         if unused:
             self._refuse(f"no gradient in the last backward, on some rank, for {unused}: freeze "
-                         f"them, or pass find_unused_parameters=True, or use_reentrant=False")
+                         f"them, or pass find_unused_parameters=True here, or use_reentrant=False "
+                         f"to checkpoint()")
 
 
 # -------------------------------------------------------------------------------------------------

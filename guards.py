@@ -143,9 +143,9 @@ class Guards:
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none=True):
-        """Also forgets which forwards a backward has come through, as that may have raised."""
-        for signs in self._guard_forwards:
-            signs.clear()
+        if self._backward is not None:  # it has raised, so no forward has got all of one
+            for signs in self._guard_forwards:
+                signs.clear()
         super().zero_grad(set_to_none)
 
     def _guard_end_of_backward(self, what):
@@ -223,13 +223,19 @@ class Guards:
 
     @torch.compiler.disable
     def _guard_await_backward(self, output):
-        """Note in a set whether a backward comes through output. Of a forward in no_sync() other
-        ranks need not know, and one in eval() may be for a look at some samples."""
+        """Note in a set, signs, when a backward comes through output. Forwards in no_sync() are
+        left out, as they concern no other rank; so are those in eval(), which may be a look at
+        some samples, without no_grad()."""
         is_ddp = self.shard_group is None
         is_counted = is_ddp and self.training and self.require_backward_grad_sync
         if not is_counted or not torch.is_grad_enabled() or in_backward() or in_functorch():
             return
-        nodes = {t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor)} - {None}
+        nodes = set()
+        for t in tree_leaves(output):
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                nodes.add(t.grad_fn)
+                if t._is_view() and t._base.grad_fn is not None:
+                    nodes.add(t._base.grad_fn)  # a write to t would replace t's own
         signs = set()
         for node in nodes:
             node.register_prehook(lambda gradients: signs.add("a backward"))
@@ -316,13 +322,14 @@ def fault_of_memory(t):
 
 # Attributes of a parameter that are its value or a view of it.
 VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-# Methods that do not read values; those that change where they lie.
+# What does not read values.
 FACTS = set("""
     __get__ __set__ __delete__ __len__ __hash__ __dir__ size dim ndimension numel nelement stride
     storage_offset data_ptr untyped_storage element_size is_contiguous is_complex is_floating_point
     is_signed is_conj is_neg is_inference is_pinned is_shared is_same_size is_set_to get_device
     has_names dim_order _is_view requires_grad_ register_hook register_post_accumulate_grad_hook
 """.split())
+# What moves or casts all of them.
 CASTS = set("to type float double half bfloat16 cpu cuda".split())
 
 # What a part of a gradient can be asked for: what is done element by element, views of all of it,
@@ -358,8 +365,9 @@ ALLOWED = ELEMENTWISE | FACTS | {UNSCALE} | set("""
 """.split())
 ALLOWED_OF_TWO = {"max", "min"}  # element by element, if the second argument is a tensor
 COMPARES = {"eq", "__eq__", "isclose"}  # of two parts; so what comes of it can be asked for all()
-# What can be while no_sync() holds it back; optimizers that look at whole parameters.
+# What a gradient can be asked for while no_sync() holds it back.
 HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
+# Optimizers that look at whole parameters, by words in their names.
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "muon", "shampoo", "soap"
 NOT_BY_PARAMETER = "lbfgs", "prodigy", "dadapt"  # which look at all parameters at once
 
@@ -444,6 +452,8 @@ class Part(torch.Tensor):
         is_of_two = len(args) == 2 and isinstance(args[1], torch.Tensor)
         if name not in ALLOWED and not (name in ALLOWED_OF_TWO and is_of_two):
             refuse_part(name)
+        if name == "where" and len(args) == 1:  # which is nonzero()
+            refuse_part(name)
         if name in ("zero_", "_foreach_zero_"):  # zero_grad() drops what was held back
             tree_map_only(Held, Held.drop, args)
         with torch._C.DisableTorchFunctionSubclass():
@@ -454,9 +464,10 @@ class Part(torch.Tensor):
                         refuse_part(f"{name}, with a tensor of another shape,")
             if name == UNSCALE:
                 agree_on_inf(args[1], cls.shard_group)
-        is_given = "out" in kwargs or args and result is args[0]
-        if type(result) is torch.Tensor and not is_given:
-            if name != "as_subclass" and not (name in COMPARES and is_of_two):
+        is_in_place = len(args) > 0 and result is args[0]  # of a tensor that a script has made
+        if type(result) is torch.Tensor and not is_in_place:
+            is_answer = name in COMPARES and is_of_two and all(isinstance(t, Part) for t in args)
+            if name != "as_subclass" and not is_answer:
                 result.__class__ = cls
         elif isinstance(result, list | tuple) and not name.endswith("_"):
             for t in result:
@@ -500,11 +511,12 @@ class ShardGuards(Guards):
     what a script puts in the place of a shard, or writes to a parameter in a forward, is taken
     over; of a shard's `.grad` nobody takes a norm, nor anything else that needs all of it.
 
-    Not noticed, and wrong: what a script computes of a shard that is no sum over its elements, such
-    as a norm; a view of a gradient that is kept over the next backward; writes into `.data` of shards between micro-steps, in stages 1 and 2, if the backward
-    before was in no_sync(), or was said not to be the last; a value that a forward writes to a
-    parameter, if ranks write different ones; a freeze, or zero_grad() of the module,
-    between forward and backward; views of parameters that were made before wrapping; on meta, what
+    Not noticed, and wrong: what a script computes of a shard, or of what an optimizer keeps for
+    one, that is not element by element, such as a norm; a view of a gradient that is kept over the
+    next backward; writes into `.data` of shards between micro-steps, in stages 1 and 2, if the
+    backward before was in no_sync(), or was said not to be the last; a value that a forward writes
+    to a parameter, if ranks write different ones; a freeze, or zero_grad() of the module, between
+    forward and backward; views of parameters that were made before wrapping; on meta, what
     `init_weights()` leaves out.
     """
 

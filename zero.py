@@ -770,9 +770,9 @@ class PlainZero1(Reducer):
         """(original name, this rank's shard) of every parameter of the module, in its order."""
         seen = set()
         for name, p in self._named("parameters"):
+            is_wanted = recurse or "." not in name  # a dot: of a submodule
             # One that was added after wrapping is left out here, and refused by the next forward.
-            is_below = "." in name
-            if p in self._slots and (recurse or not is_below):
+            if p in self._slots and is_wanted:
                 if p not in seen or not remove_duplicate:
                     yield f"{prefix}.{name}" if prefix else name, self._slots[p].shard
                 seen.add(p)
@@ -816,8 +816,8 @@ class PlainZero1(Reducer):
 
     def _module_state(self):
         """[(name, value, its slot or None)] of the module's state, by torch's own `state_dict`: the
-        module may have another one. A value that is no parameter is a buffer, or what
-        `get_extra_state()` returns, of any type."""
+        module may have another one. A value that is no parameter is a buffer, or, of any type, what
+        `get_extra_state()` returns or a hook adds."""
         found = []
         for name, value in nn.Module.state_dict(self.module, keep_vars=True).items():
             slot = self._slots.get(value) if isinstance(value, torch.Tensor) else None
@@ -848,15 +848,20 @@ class PlainZero1(Reducer):
 
     def _load(self, given, ours, part_of):
         """Load a state dict. ours: what there is, of the shapes that it must have. part_of(slot,
-        value): this rank's part of a parameter's value there. What is no parameter torch loads."""
+        value): this rank's part of a parameter's value there. What is neither a parameter nor a
+        buffer, such as extra state, the module itself has to load."""
         self._refuse_misfit(given, ours)
+        buffers = {t for _, t in named_tensors(self.module, "buffers")}
         rest = {}
-        for name, _, slot in self._module_state():
-            if slot is None:
-                rest[name] = given[name]
-            else:
+        for name, value, slot in self._module_state():
+            if slot is not None:
                 slot.shard.copy_(part_of(slot, given[name]))
-        nn.Module.load_state_dict(self.module, rest, strict=False)
+            elif isinstance(value, torch.Tensor) and value in buffers:
+                value.copy_(given[name])
+            else:
+                rest[name] = given[name]
+        if rest:
+            nn.Module.load_state_dict(self.module, rest, strict=False)
 
     def _refuse_misfit(self, given, ours):
         """Raise where two state dicts have other names, or parameters or buffers other shapes."""

@@ -360,6 +360,9 @@ QUESTIONS = {
     "norms": lambda g: torch._foreach_norm([g]),
     "largest": lambda g: torch._foreach_max([g]),
     "all in one": lambda g: torch.cat([g.view(-1), g.view(-1)]),
+    "where it is": lambda g: torch.where(g.abs() > 1),
+    "mean of a square elsewhere": lambda g: torch.square(g, out=torch.empty(g.shape)).mean(),
+    "mean of what agrees": lambda g: (g == torch.zeros(g.shape)).float().mean(),
     "another shape": lambda g: g.view(-1, 1) * torch.ones(1, 3),
     "all_reduce": dist.all_reduce,
     "broadcast": lambda g: dist.broadcast(g, 0),
@@ -462,8 +465,8 @@ def test_a_step_that_one_rank_leaves_out_is_named(options, fault):
         loss.backward()
         n_done.append(step)
 
-    counts = r", ".join(f"'wrapper \\d+, {int(r == last)} forwards" + "[^']*'"
-                        for r in range(last + 1))
+    counts = ", ".join(f"'wrapper \\d+ of a Net, {int(rank == last)} forwards[^']*'"
+                       for rank in range(last + 1))
     raises(RuntimeError, counts, train, model, 4, act)
     assert n_done == [0], f"backwards done: {n_done}"
 
@@ -493,7 +496,7 @@ def test_wrappers_in_another_order_are_named_on_accelerators(wrapper):
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("act", ["two or more forwards", "a look in eval()", "no_sync()", "no_grad",
-                                 "an error", "later"])
+                                 "an error", "later", "drops", "writes to the output"])
 def test_ranks_may_do_different_things(act):
     """What ranks may do differently under DDP, without a backward for each forward."""
     rank = dist.get_rank()
@@ -516,6 +519,17 @@ def test_ranks_may_do_different_things(act):
         if act == "an error" and rank == 0:
             with model.module.register_forward_pre_hook(planted):
                 raises(ZeroDivisionError, "planted", model, x)
+        if act == "drops":
+            with model.no_sync():
+                loss.backward()
+            if rank == 0:
+                model.zero_grad()
+            loss = model(x).mean()
+        if act == "writes to the output":
+            view = model(x)[:, :1].squeeze(1) if rank else model(x)[:, 0]
+            if rank == 0:
+                view[view > 0] = 0
+            loss = loss + view.sum()
         if act == "later":
             loss_of_the_next = model(x).mean()
             loss.backward()
@@ -654,6 +668,26 @@ def keeps_views_by_a_selective_checkpoint(s):
 # ---- state that is no tensor
 
 
+class Tied(Net):
+    """A parameter that is a buffer, too, and a pre-hook that looks at what is loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("tied", self.head.weight)
+        self.register_load_state_dict_pre_hook(self.look)
+
+    def look(self, module, state_dict, prefix, *arguments):
+        assert state_dict[f"{prefix}head.weight"].shape == (2, 4)
+
+
+@script(build=Tied)
+def has_a_parameter_that_is_a_buffer(s):
+    s.step()
+    if hasattr(s.model, "full_state_dict"):
+        s.model.load_full_state_dict(s.model.full_state_dict())
+    s.step()
+
+
 class Counting(nn.Linear):
     """Its state has a dict, and a tensor that is no buffer."""
 
@@ -717,8 +751,13 @@ def test_all_dtypes_are_sent(wrapper):
         module.register_buffer(f"scalar_{i}", t[0, 0].clone())
         if not t.is_complex():
             module.register_parameter(f"frozen_{i}", nn.Parameter(t.clone(), requires_grad=False))
+    lazy = (torch.arange(3) + dist.get_rank()).to(torch.complex128) * 1j
+    module.register_buffer("conjugated", lazy.conj())
+    module.register_buffer("negated", lazy.conj().imag)
     model = WRAPPERS[wrapper](module)
     model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(module.conjugated.resolve_conj(), -1j * torch.arange(3.0).to(lazy.dtype))
+    assert torch.equal(module.negated, -torch.arange(3.0).double())
     whole = dict(model.full_parameters())
     for i, t in enumerate(of_rank_0):
         bits = t.contiguous().view(-1, 1).view(torch.uint8)
