@@ -570,6 +570,7 @@ class ShardGuards(Guards):
         super()._add_hooks()
         self._guard_awaits_backward = False  # whether there was a forward since the last backward
         self._guard_hidden = set()  # units whose parameters are Absent
+        self._guard_in_step = []  # parts that are plain tensors while an optimizer steps
         self._guard_freed = {}  # {memory that was of whole parameters: a weak reference to it}
         self._guard_part = type("Part", (Part,), {"shard_group": self.shard_group})
         self._guard_held = type("Held", (Held,), {"shard_group": self.shard_group})
@@ -812,15 +813,16 @@ class ShardGuards(Guards):
         # and a Part would cost them time. It is one again after the step.
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         for shard in given:
-            if isinstance(shard.grad, Part) and (is_torchs or shard in self._guard_whole):
-                shard.grad.__class__ = torch.Tensor
+            gradient = shard.grad
+            if isinstance(gradient, Part) and (is_torchs or shard in self._guard_whole):
+                gradient.__class__ = torch.Tensor
+                self._guard_in_step.append(gradient)
 
     def _guard_after_step(self, optimizer, arguments, options):
-        """Hook of all optimizers, after a step: what it was given is a part again."""
-        for group in optimizer.param_groups:
-            for shard in group["params"]:
-                if shard in self._shards and type(shard.grad) is torch.Tensor:
-                    shard.grad.__class__ = self._guard_part
+        """Hook of all optimizers, after a step: the gradients are parts again."""
+        for gradient in self._guard_in_step:
+            gradient.__class__ = self._guard_part
+        self._guard_in_step.clear()
 
     def full_parameters(self):
         self._hide_all()
