@@ -19,10 +19,10 @@ How it differs from torch's: the W contributions to an element are added in rank
 ring all-reduce adds in an order that depends on the position.) oracle.py computes the same after
 the backward, parameter by parameter: `average_gradients`.
 
-Cost: 4 Psi bytes of buckets in fp32, which are the gradients (Psi: the number of parameters);
-2 (W-1)/W Psi elements sent per rank and step; one number per parameter to agree on which were used;
-at W >= 3 the memory of a bucket, for what arrives. It works on any accelerator of torch, on the
-stream of the forward.
+Cost: 4 Psi bytes of buckets in fp32, which are the gradients (Psi: the number of parameters); 2
+(W-1)/W Psi elements sent per rank and step; one number per parameter to agree on which were used,
+and one more to see that all ranks average the same step; at W >= 3 the memory of a bucket, for what
+arrives. It works on any accelerator of torch, on the stream of the forward.
 
 In this order: collectives, buckets, the reducer that ZeRO shares, `PlainDDP`, comm hooks, clipping.
 That is all of DDP. The last lines put `Guards` of guards.py before it, which protect from mistakes:
@@ -536,9 +536,8 @@ class Reducer(torch.nn.Module):
 
     @torch.compiler.disable  # a compiled model would keep the answers of the first call
     def _prepare_forward(self):
-        """Raise what the last backward has found: `_read_counts`. Copy rank 0's buffers
-        to all ranks; as in torch, not if the forward before ran under no_grad() or in no_sync().
-        """
+        """Raise what the last backward has found: `_read_counts`. Copy rank 0's buffers to all
+        ranks; as in torch, not if the forward before ran under no_grad() or in no_sync()."""
         self._read_counts()
         if self._buffers_are_due and self.forward_sync_buffers and not in_backward():
             buffers = [t for _, t in self._named("buffers")]
@@ -742,7 +741,7 @@ class Reducer(torch.nn.Module):
         calls two wrappers in another order, the first backward of the one meets that of the other.
         So a checksum of this is compared over ranks. (Stages on a CPU need not, and need not wait
         for it: their messages have tags, so such ranks time out.)"""
-        return f"wrapper {self._first_tag} of a {type(self.module).__name__}"
+        return f"wrapper {self._first_tag}"
 
     def _read_counts(self):
         """Raise RuntimeError on all ranks if they had different histories in the last backward; or,

@@ -465,7 +465,7 @@ def test_a_step_that_one_rank_leaves_out_is_named(options, fault):
         loss.backward()
         n_done.append(step)
 
-    counts = ", ".join(f"'wrapper \\d+ of a Net, {int(rank == last)} forwards[^']*'"
+    counts = ", ".join(f"'wrapper \\d+, {int(rank == last)} forwards[^']*'"
                        for rank in range(last + 1))
     raises(RuntimeError, counts, train, model, 4, act)
     assert n_done == [0], f"backwards done: {n_done}"
