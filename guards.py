@@ -25,8 +25,8 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._dynamo import compiled_autograd
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
@@ -400,15 +400,14 @@ class Absent(torch.nn.Parameter):
         is_set = is_attribute and len(args) == 2
         is_written = name == "copy_" or name == "data" and is_set
         absent = [t for t in args if isinstance(t, cls)]
-        in_a_backward = in_backward()
-        reason = IN_BACKWARD if in_a_backward else ABSENT
+        reason = IN_BACKWARD if in_backward() else ABSENT
         if not absent:
             raise RuntimeError(f"{name} of a list of parameters: {reason}")
         p = absent[0]
         slot = p._watch.slot
         shard = slot.shard
         with torch._C.DisableTorchFunctionSubclass():
-            if is_attribute and name == "grad" and not in_a_backward:
+            if is_attribute and name == "grad" and not in_backward():
                 return function(shard, *args[1:])
             if name == "requires_grad_" or name == "requires_grad" and is_set:
                 function(shard, *args[1:], **kwargs)  # of both
@@ -459,12 +458,14 @@ class Part(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
             if len(args) > 1 and type(result) is torch.Tensor:
-                for t in args:  # or a sum would have more elements than the part
+                for t in args:  # else a product with a wider tensor repeats the part's elements
                     if isinstance(t, Part) and t.shape != result.shape and name in ELEMENTWISE:
                         refuse_part(f"{name}, with a tensor of another shape,")
             if name == UNSCALE:
                 agree_on_inf(args[1], cls.shard_group)
-        is_in_place = len(args) > 0 and result is args[0]  # of a tensor that a script has made
+        # A plain tensor that a script adds a part to, such as an average, stays plain: each later
+        # use of it would take longer.
+        is_in_place = len(args) > 0 and result is args[0]
         if type(result) is torch.Tensor and not is_in_place:
             is_answer = name in COMPARES and is_of_two and all(isinstance(t, Part) for t in args)
             if name != "as_subclass" and not is_answer:
@@ -554,11 +555,11 @@ class ShardGuards(Guards):
         for names in in_memory.values():
             if len(names) == 1:
                 continue
-            taken = None  # for each element of the memory, whether it is a parameter's
+            first = next(iter(names))
+            n = first.untyped_storage().nbytes() // first.itemsize
+            # For each element of the memory, whether it is a parameter's.
+            taken = torch.zeros(n, dtype=torch.bool, device=first.device)
             for p, name in names.items():
-                if taken is None:
-                    n = p.untyped_storage().nbytes() // p.itemsize
-                    taken = torch.zeros(n, dtype=torch.bool, device=p.device)
                 place = taken.as_strided(p.shape, p.stride(), p.storage_offset())
                 if place.any():
                     self._refuse(f"parameters share memory, such as {name} with another of "
