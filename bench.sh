@@ -433,7 +433,7 @@ fi
 [[ "$WORLDS $ROUNDS $MICRO_BATCH_SIZE " =~ ^([1-9][0-9]*\ )+$ ]] \
     || die "--worlds, --rounds and --micro_batch_size are numbers"
 ((${#LABELS[@]})) || die "link needs rates, such as 1gbit"
-why=$(python -c 'import sys, train; train.parse_args(sys.argv[1:])' "${FLAGS[@]}" 2>&1) \
+why=$(python -c 'import sys, train; train.parse_args(train.Config, train.__doc__, sys.argv[1:])' "${FLAGS[@]}" 2>&1) \
     || die "${why#train.py: }"
 if [[ $MODES == *deepspeed* ]]; then
     python -c 'import deepspeed' &> /dev/null || die "deepspeed's rows: pip install deepspeed"

@@ -63,13 +63,16 @@ def main():
     import torch
     import torch.distributed as dist
 
+    from trainer.data import global_batch, read_blocks
+    from trainer.log import peak_mem_bytes
+    from trainer.ranks import start_process_group
     import train
 
     # Of what is used below nothing depends on train.py's mode.
-    config = train.parse_args([*flags, "--mode", "ddp"])
+    config = train.parse_args(train.Config, train.__doc__, [*flags, "--mode", "ddp"])
     if config.dtype != "fp32":
         refuse(f"--dtype {config.dtype}: these rows are in fp32")
-    device, _ = train.start_process_group(config)
+    device, _ = start_process_group(config)
     # DeepSpeed looks for its accelerator where it is imported.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
@@ -105,12 +108,12 @@ def main():
         start_s = time.perf_counter()
         for group in engine.optimizer.param_groups:
             group["lr"] = train.lr_at(step, config)
-        blocks = train.global_batch(tokens, step, config)
+        blocks = global_batch(tokens, step, config)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for micro_step in range(n):
             index = micro_step * W + rank
             own = blocks[index * m:(index + 1) * m]
-            x, y = train.read_blocks(tokens, own, config, device)
+            x, y = read_blocks(tokens, own, config, device)
             _, loss = engine(x, y)
             engine.backward(loss)
             engine.step()  # it steps with the last micro-step alone
@@ -122,7 +125,7 @@ def main():
         if rank == 0:
             print(f"step {step} | loss {train_loss:.4f}", flush=True)
 
-    held = torch.tensor(train.peak_mem_bytes(device), device=device)
+    held = torch.tensor(peak_mem_bytes(device), device=device)
     dist.all_reduce(held, dist.ReduceOp.MAX)
     step_s = statistics.median(times_s)
     tokens_per_step = config.global_batch_size * config.block_size

@@ -31,7 +31,7 @@ from tests.params import ROOT
 # is evaluated and compared over ranks in each of them.
 TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, global_batch_size=2,
             max_steps=4, device="cpu", min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
-            lr=0.01, sample_tokens=4, save_interval=0, check_interval=1, dataset=ROOT / "model.py")
+            lr=0.01, sample_tokens=4, save_interval=0, check_interval=1, dataset=ROOT / "verify.py")
 LIMIT_S = 60  # of a run
 FORK = multiprocessing.get_context("forkserver")  # whose server conftest.py has started
 

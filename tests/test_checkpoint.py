@@ -19,6 +19,7 @@ from tests.common import two_at_a_time
 from tests.params import ROOT
 from tests.runs import ask, finish, flags, lines_of, refused, saved, this_rank, write_line
 from tests.wrappers import adafactor
+from trainer.checkpoint import checkpoint_tensors
 from verify import fresh, same_bits, uncut, zoo_loss
 from zero import Zero2
 
@@ -99,7 +100,7 @@ def test_checkpoints_keep_owned_state(optimizer):
             if model is plain or number == dist.get_rank():
                 zoo_loss(model, 0, number).backward()
         found.step()
-        return train.checkpoint_tensors(model, found, plain, config)
+        return checkpoint_tensors(model, found, plain, config)
 
     plain = fresh("gpt")
     config = train.Config(mode="single")

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.runs import finish, lines_of, write_line
+from trainer.data import global_batch
 
 
 def log_samples(folder):
@@ -55,7 +56,7 @@ def test_data_and_rates_are_as_promised(tmp_path):
     orders = []
     for seed in (1, 2):
         config.seed = seed
-        orders.append(train.global_batch(np.zeros(4 * n + 1), 1, config).tolist())
+        orders.append(global_batch(np.zeros(4 * n + 1), 1, config).tolist())
     assert orders[0] != orders[1], "the order does not depend on the seed"
     assert ends["train_loss"] < 1 and ends["val_loss"] > 4, "the last tenth validates"
     assert len(order) == steps * batch, f"{len(order)} samples in {steps} steps of {batch}"

@@ -1,0 +1,367 @@
+"""Checkpoints: folders out_dir/step_00000100, each complete or not there at all.
+
+Replaces torch.save on rank 0, and writes with torch.distributed.checkpoint.
+
+    __0_0.distcp ...  slices of parameters and of optimizer state, by name, a file per rank
+    .metadata         where each slice is: torch.distributed.checkpoint's pickle
+    checkpoint.json   what the loop knows beside tensors, and what must be the same in a resume
+    SHA256SUMS        of the other files, in the form of `sha256sum`
+
+No rank holds more than it trains with. Any mode at any world size reads what another wrote, since
+a slice is saved with its place in the flat parameter, not with its rank. A folder is written
+inside the run's mark and renamed when everything in it is on disk, so a crash leaves the
+checkpoints before as they are.
+
+The mark is a hidden folder of out_dir. A process may be frozen, and wake up when a later run has
+long begun in the same out_dir; torchrun may be killed, and leave its ranks behind. So a run makes
+a mark, and removes all others when it has loaded its checkpoint. A run that has lost its mark
+stops. What it was writing went with its mark, and the metrics.jsonl that it has open is no longer
+the one of that name.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import pathlib
+import shutil
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from trainer.ranks import (Stop, from_rank_0, gather, local, named_shards, on_rank_0, say,
+                           together)
+
+RECORD, SUMS = "checkpoint.json", "SHA256SUMS"
+HASHED = (".distcp", ".metadata", RECORD)  # ends of the names of the files that SUMS has
+
+
+class Slice(torch.Tensor):
+    """The elements [first, first + n) that this rank has of a flat tensor of `whole` elements.
+
+    torch.distributed.checkpoint asks a tensor that is divided among ranks by the methods with
+    underscores, which are those of torch's DTensor: which elements are here, how to write them, and
+    where to read them to. A DTensor itself would not do: ZeRO's shards begin in the middle of a
+    row.
+    """
+
+    def size(self):
+        return torch.Size([self.whole])
+
+    def __create_chunk_list__(self):
+        """Where the elements are that are here: dcp's for one dimension."""
+        if self.numel() == 0:
+            return []
+        first, n = torch.Size([self.first]), torch.Size([self.numel()])
+        return [dcp.metadata.ChunkStorageMetadata(first, n)]
+
+    def __create_write_items__(self, key, _):
+        """What dcp has to write of them."""
+        properties = dcp.metadata.TensorProperties.create_from_tensor(self)
+        items = []
+        for chunk in self.__create_chunk_list__():
+            index = dcp.metadata.MetadataIndex(key, chunk.offsets)
+            data = dcp.planner.TensorWriteData(chunk, properties, self.size())
+            items.append(dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD,
+                                               tensor_data=data))
+        return items
+
+    def __get_tensor_shard__(self, index):
+        """The memory that dcp reads from, and writes to."""
+        return self.as_subclass(torch.Tensor)
+
+
+def make_folder(flag, path):
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--{flag} {path!r}: {error.strerror}") from error
+
+
+def flags_to_save(config):
+    """config for a checkpoint, from which a run may resume in another working folder."""
+    saved = dict(vars(config))
+    if config.dataset != "stdlib":
+        saved["dataset"] = os.path.abspath(config.dataset)
+    if config.init_from:
+        saved["init_from"] = os.path.abspath(config.init_from)
+    return saved
+
+
+def checkpoint_tensors(model, optimizer, gpt, config):
+    """{key: what this rank has of it}, sharing memory with what is trained: loading a checkpoint
+    writes into these tensors. Keys are names, so any mode finds what it needs. An empty shard is
+    left out, and so is its state: Adam's step counter stays 0 on a rank that owns nothing."""
+    tensors = {}
+    starts = model.shard_starts()
+    sizes = {name: p.numel() for name, p in gpt.named_parameters()}
+    for name, p in named_shards(model):
+        n = local(p).numel()
+        if n == 0:
+            continue
+        for kind, t in dict(optimizer.state[p], model=p).items():
+            if kind != "step":
+                t = local(t).detach()
+                # In order of memory, in which shards are cut.
+                t = t.as_strided((t.numel(),), (1,)).as_subclass(Slice)
+                t.first = starts[name]
+                t.whole = sizes[name]
+                if n == sizes[name]:  # then state may have another shape, as Adafactor's has
+                    t.whole = t.numel()
+            tensors[f"{kind}.{name}"] = t
+        if config.comm_hook == "topk":  # what was not sent so far is each rank's own
+            residual = model.comm_state.residual.setdefault(p, torch.zeros_like(p))
+            tensors[f"residual.{dist.get_rank()}.{name}"] = residual
+    return tensors
+
+
+def claim(out_dir):
+    """Make the mark of this run in out_dir -> its path. A collective."""
+    mark = out_dir / f".run_{from_rank_0(os.urandom(8).hex())}"
+    on_rank_0(make_mark, mark)
+    return mark
+
+
+def make_mark(mark):
+    """A folder with a file in it, which counts: the folder alone dcp would make anew as it writes a
+    checkpoint there, when a later run has removed it."""
+    mark.mkdir()
+    (mark / "mark").touch()
+
+
+def is_ours(mark):
+    return (mark / "mark").exists()
+
+
+def still_ours(mark):
+    """Raise OSError if a later run has removed the mark."""
+    if not is_ours(mark):
+        raise OSError(f"a later run has begun in {mark.parent}, or {mark.name} was removed")
+
+
+def release(mark):
+    """Rank 0: this run will write no more."""
+    still_ours(mark)
+    shutil.rmtree(mark, ignore_errors=True)
+
+
+def newest_first(out_dir):
+    """The checkpoints in out_dir: the number of the step has eight digits."""
+    return sorted(out_dir.glob("step_" + 8 * "[0-9]"), reverse=True)
+
+
+def sha256_line(path):
+    with open(path, "rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
+
+
+def names_of_files(folder):
+    """What SHA256SUMS has to have. What others have put there, such as .DS_Store, is left out."""
+    return sorted(path.name for path in folder.glob("*") if path.name.endswith(HASHED))
+
+
+def checksums(folder):
+    """The lines that SHA256SUMS has to have for what is in folder now. A collective: each rank
+    reads its share of the files. Raises Stop where one cannot be read."""
+    names = from_rank_0(on_rank_0(names_of_files, folder))
+    mine = names[dist.get_rank()::dist.get_world_size()]
+    lines = together(lambda: [sha256_line(folder / name) for name in mine])
+    return sorted(line for lines_of_rank in gather(lines) for line in lines_of_rank)
+
+
+def expected_checksums(folder):
+    """The lines of SHA256SUMS, none if there is no such file."""
+    path = folder / SUMS
+    return path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+
+
+def read_record(folder):
+    """checkpoint.json of a checkpoint, None where it is damaged, unreadable or not there."""
+    try:
+        if sha256_line(folder / RECORD) in expected_checksums(folder):
+            return json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def fsync(path):
+    """Of a file or a folder; of a folder, so that a new name in it survives a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def save_checkpoint(out_dir, mark, tensors, record, metrics):
+    """Write out_dir/step_... -> whether that succeeded. If not, as on a full disk, it is said, and
+    the run continues: the next checkpoint may succeed. Raises Stop if the mark is gone. A
+    collective."""
+    on_rank_0(still_ours, mark)
+    folder = out_dir / f"step_{record['step']:08d}"
+    unfinished = mark / folder.name
+    try:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
+        on_rank_0((unfinished / RECORD).write_text, json.dumps(record, indent=1))
+        on_rank_0((unfinished / SUMS).write_text, "\n".join(checksums(unfinished)))
+        on_rank_0(publish, mark, unfinished, folder, metrics)
+        on_rank_0(tidy, out_dir, mark, record["best_step"], record["config"]["keep_last"])
+        return True
+    except (dcp.CheckpointException, Stop) as error:
+        # The last line, since dcp's error has the tracebacks of all ranks.
+        say(f"train.py: step {record['step']}: the checkpoint failed, earlier ones are as they "
+            f"were: {str(error).strip().splitlines()[-1]} (is the disk full, or gone?)", sys.stderr)
+        # dcp may have made the folder of a mark anew that is gone.
+        on_rank_0(shutil.rmtree, unfinished if is_ours(mark) else mark, True)
+        return False
+
+
+def publish(mark, unfinished, folder, metrics):
+    """Rank 0: dcp has put its files on disk. Do so with the rest, and with the metrics up to here,
+    which a run that resumes keeps; then the rename makes it count."""
+    metrics.sync()
+    for path in (unfinished / RECORD, unfinished / SUMS, unfinished):
+        fsync(path)
+    still_ours(mark)
+    unfinished.rename(folder)
+    fsync(folder.parent)
+
+
+def tidy(out_dir, mark, best_step, keep_last):
+    """Rank 0: point `best` to the best checkpoint, if it is there. Remove those that are neither it
+    nor among the keep_last newest ones."""
+    still_ours(mark)
+    best = out_dir / f"step_{best_step:08d}"
+    link = out_dir / "best"
+    if link.is_dir() and not link.is_symlink():  # as in a copy that has followed the link
+        link.rename(out_dir / time.strftime("earlier_best_%Y%m%d_%H%M%S"))
+    link.unlink(missing_ok=True)
+    if best.exists():  # there is no step 0, which means none
+        link.symlink_to(best.name)
+    for old in newest_first(out_dir)[keep_last:]:
+        if old != best:
+            removed = old.rename(mark / f"{old.name}.removed")  # at once, whatever happens
+            shutil.rmtree(removed, ignore_errors=True)
+
+
+def newest_sound(folders):
+    """The first of folders whose files are as they were written, None if there are no folders.
+    Raises Stop, naming the files, if there is none such. A collective.
+
+    This comes before anything else is read: .metadata is a pickle.
+    """
+    folders = from_rank_0(folders)  # a network disk may show other ranks an older view
+    for folder in folders:
+        try:
+            found = checksums(folder)
+            expected = from_rank_0(on_rank_0(expected_checksums, folder))
+            if expected and found == expected:
+                return folder
+            wrong = sorted({line.partition("  ")[2] for line in {*found} ^ {*expected}})
+            problem = f"does not match its {SUMS}: {', '.join(wrong)}"
+            if not expected:
+                problem = f"is no checkpoint, as it has no {SUMS}"
+        except Stop as error:
+            problem = f"cannot be read: {error}"
+        if folder == folders[-1]:
+            raise Stop(f"{folder} {problem}")
+        say(f"train.py: {folder} {problem}; falling back to the checkpoint before", sys.stderr)
+
+
+def resume(config, out_dir, mark, tensors, facts, torchrun_store):
+    """Load the checkpoint that --resume names into tensors -> its record, None to start over. A
+    collective. After a restart by torchrun it is the newest one in out_dir, whatever --resume says.
+    The line that it prints is a restart's first one, and has the numbers of ranks.
+
+    facts: {name: value} of what must be as it was. Raises Stop where it is not, or where the
+    checkpoint is damaged. At the end out_dir has the past of this run, and nothing else; an
+    evaluation leaves it as it is.
+    """
+    is_restart = torchrun_store.check(["begun"])
+    folders = []
+    if config.resume == "auto" or is_restart:
+        folders += newest_first(out_dir)
+    if config.resume not in (None, "auto"):
+        folders.append(pathlib.Path(config.resume))
+    folder = newest_sound(folders)
+    record = None
+    if folder is not None:
+        record = together(read_record, folder)
+        load(folder, record, tensors, facts)
+        say(f"resumed from {folder}, after step {record['step']}, on {dist.get_world_size()} ranks "
+            f"({record.get('world_size', 'unknown')} before)")
+    if config.eval_only:
+        if record is None and config.init_from is None:
+            raise Stop(f"--eval_only: there is no checkpoint in {out_dir}")
+        return record
+    if record is not None and record["step"] > config.max_steps:
+        raise Stop(f"--max_steps {config.max_steps} is less than the steps of {folder}")
+    past = dict(step=0, best_step=0)
+    is_in_out_dir = folder is not None and folder.resolve().parent == out_dir
+    if is_in_out_dir:
+        past = record
+    elif record is not None:
+        record |= dict(best_step=0, best_val_loss=math.inf)  # the best one is not here
+    elif config.resume == "auto":
+        say(f"no checkpoint in {out_dir}: a new run begins")
+    on_rank_0(rewind, out_dir, mark, past, is_in_out_dir or is_restart)
+    # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
+    on_rank_0(torchrun_store.set, "begun", "")
+    return record
+
+
+def load(folder, record, tensors, facts):
+    """Read a sound checkpoint into tensors. Raises Stop, naming the first fact of its record that
+    is not as this run has it. A collective."""
+    facts_before = {"optimizer": "adamw"} | record["facts"]  # which older ones do not say
+    for name, value in facts.items():
+        if name in facts_before and facts_before[name] != value:
+            raise Stop(f"{folder} has {name} {facts_before[name]}, and this run {value}")
+    # Partial, since a rank that was not there before has no residual of top-k to load.
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder),
+             planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+
+
+def rewind(out_dir, mark, past, keeps_metrics):
+    """Rank 0: bring out_dir to where it was after past["step"]. Whatever is newer, damaged or of an
+    earlier run is moved aside, which is said, and is not looked at again."""
+    aside = out_dir / time.strftime(f"earlier_%Y%m%d_%H%M%S_{os.getpid()}")
+    moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > past["step"]]
+    if not keeps_metrics:
+        for pattern in ("best", "metrics.jsonl", "tensorboard", "trace_rank*.json"):
+            moved += out_dir.glob(pattern)
+    if moved:
+        still_ours(mark)
+        aside.mkdir()
+        say(f"{', '.join(path.name for path in moved)} of an earlier run: moved to {aside}")
+    for path in moved:
+        still_ours(mark)
+        path.rename(aside / path.name)
+    still_ours(mark)
+    for other in out_dir.glob(".run_*"):  # of a run that was killed, or is still there
+        if other != mark:
+            shutil.rmtree(other, ignore_errors=True)
+    for unfinished in out_dir.glob(".tokens-*"):  # of one that was killed while it tokenized
+        unfinished.unlink()
+    tidy(out_dir, mark, past["best_step"], sys.maxsize)
+    # Another file in its place, even if nothing changes: a run that is still there has it open.
+    metrics = out_dir / "metrics.jsonl"
+    if metrics.exists():
+        kept = mark / metrics.name
+        kept.write_text("".join(lines_until(past["step"], metrics)))
+        fsync(kept)
+        kept.replace(metrics)
+        fsync(out_dir)
+
+
+def lines_until(step, path):
+    """The lines of metrics.jsonl up to a step. A crash may have torn the last one."""
+    lines = []
+    for line in path.read_text("utf-8", "replace").splitlines(keepends=True):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] <= step and line.endswith("\n"):
+                lines.append(line)
+    return lines

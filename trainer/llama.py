@@ -1,0 +1,115 @@
+"""Folders that transformers opens as LlamaForCausalLM: config.json and *.safetensors.
+
+Replaces from_pretrained() and save_pretrained() for model.py's GPT. The package safetensors is
+imported where it is used: nothing else here needs it.
+"""
+
+import datetime
+import json
+import pathlib
+
+import torch
+import torch.distributed as dist
+
+from trainer.ranks import on_rank_0
+
+# GPTConfig's names and Llama's.
+LLAMA_SIZES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_embd": "hidden_size",
+               "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
+               "n_hidden": "intermediate_size", "block_size": "max_position_embeddings",
+               "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings"}
+# What this model always has, and a Llama may have otherwise.
+LLAMA_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False,
+               "mlp_bias": False}
+# A parameter of a block, and the parameters of Llama's that are its rows, from the first one on.
+LLAMA_ROWS = {"attn_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",),
+              "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+              "attn.proj": ("self_attn.o_proj",), "mlp.down": ("mlp.down_proj",),
+              "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj")}
+
+
+def llama_views(config, tensors):
+    """{our name: whole tensor} -> {Llama's name: its rows of ours}, sharing memory."""
+    views = {"model.embed_tokens.weight": tensors["wte.weight"],
+             "model.norm.weight": tensors["norm.weight"]}
+    if not config.tied:
+        views["lm_head.weight"] = tensors["lm_head.weight"]
+    kv = config.n_kv_head * config.head_size
+    n_rows = {"attn.qkv": (config.n_embd, kv, kv), "mlp.gate_up": config.n_hidden}  # of each part
+    for i in range(config.n_layer):
+        for name, parts in LLAMA_ROWS.items():
+            ours = tensors[f"blocks.{i}.{name}.weight"]
+            for part, rows in zip(parts, ours.split(n_rows.get(name, len(ours)))):
+                views[f"model.layers.{i}.{part}.weight"] = rows
+    return views
+
+
+def write_llama(folder, tensors, config, end_token):
+    """Write {our name: whole tensor} as config.json and model.safetensors, the latter under another
+    name until it is whole. Raises OSError."""
+    from safetensors.torch import save_file
+
+    unfinished = pathlib.Path(folder, ".unfinished.safetensors")
+    save_file({name: rows.clone() for name, rows in llama_views(config, tensors).items()},
+              unfinished, metadata={"format": "pt"})
+    unfinished.replace(unfinished.with_name("model.safetensors"))
+    llama = {theirs: getattr(config, ours) for ours, theirs in LLAMA_SIZES.items()} | LLAMA_FIXED
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    llama |= dict(architectures=["LlamaForCausalLM"], head_dim=config.head_size, dtype="float32",
+                  rope_parameters=rope, rope_theta=config.rope_theta,  # of version 5, and before
+                  bos_token_id=end_token, eos_token_id=end_token)
+    pathlib.Path(folder, "config.json").write_text(json.dumps(llama, indent=1))
+
+
+def read_llama_config(folder):
+    """Options of GPTConfig from a folder's config.json. Raises OSError, and ValueError on what this
+    model cannot be."""
+    path = pathlib.Path(folder, "config.json")
+    try:
+        llama = {"tie_word_embeddings": False, "num_key_value_heads": None,
+                 **json.loads(path.read_bytes())}
+        rope = llama.get("rope_parameters") or llama.get("rope_scaling") or {}
+        found = {ours: llama[theirs] for ours, theirs in LLAMA_SIZES.items()}
+        found["rope_theta"] = rope.get("rope_theta", llama.get("rope_theta", 10000.0))
+        fixed = dict(LLAMA_FIXED, rope_type="default",
+                     head_dim=found["n_embd"] // max(1, found["n_head"]))
+        given = {"rope_type": rope.get("type"), **llama, **rope}
+        for name, value in fixed.items():
+            if given.get(name) not in (None, value):
+                raise ValueError(f"{name} is {given[name]}, but this model only has {value}")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+    return found
+
+
+@torch.no_grad()
+def read_llama_weights(model, folder):
+    """Copy a folder's weights into all parameters of model that are not on meta; of the others only
+    names and shapes are read. Raises ValueError where one is missing or misshapen."""
+    from safetensors import SafetensorError, safe_open
+
+    files = {}  # Llama's name -> the open file that has it; tensors are read one by one
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        try:
+            file = safe_open(path, "pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        files |= dict.fromkeys(file.keys(), file)
+    for name, rows in llama_views(model.config, dict(model.named_parameters())).items():
+        shape = files[name].get_slice(name).get_shape() if name in files else "missing"
+        if shape != list(rows.shape):
+            raise ValueError(f"{folder}: {name} is {shape} in *.safetensors, not {[*rows.shape]}")
+        if not rows.is_meta:
+            rows.copy_(files[name].get_tensor(name))
+
+
+def export(model, gpt, config, tokenizer):
+    """Write the whole model to the folder --export_hf. A collective; only rank 0 ever holds all of
+    it, and on the CPU."""
+    whole = {}
+    for name, p in model.full_parameters():
+        if dist.get_rank() == 0:
+            whole[name] = p.to("cpu", copy=True)
+    # The others wait in a collective, and that may take longer than --timeout_s.
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(days=1))
+    on_rank_0(write_llama, config.export_hf, whole, gpt.config, tokenizer.eot_token)

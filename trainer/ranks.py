@@ -1,0 +1,201 @@
+"""What ranks do together: meet, exchange values, agree, and end.
+
+Replaces init_process_group(), which a restart by torchrun would leave waiting, and the exceptions
+of its collectives, which say neither why nor in which step. It promises that all ranks stop alike.
+
+Ranks that disagree hang: one leaves, the others wait for it in their next collective. So what can
+fail on one rank by itself runs in `together`, after which all ranks continue or all stop. Three
+kinds of failures end a process, see `run`:
+- Stop, on all ranks alike: a user's mistake, or a run that cannot sensibly continue.
+  One line, exit status 2 before the first step, then 1.
+- A collective that fails, since another rank has died or hangs: one line with the step. All ranks
+  exit with status 1, and torchrun starts them again if it was told so.
+- Anything else is a bug: a traceback and that line. Its exit makes the other ranks' collectives
+  fail.
+"""
+
+import contextlib
+import datetime
+import hashlib
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+
+class Stop(Exception):
+    """All ranks stop here, for a reason that is said in one line."""
+
+
+def start_process_group(config):
+    """Join the other ranks, of which there are none without torchrun -> this rank's device, and a
+    store that lives as long as torchrun does. Raises Stop if there is no such --device, or fewer
+    than ranks on this host, since two cannot share one."""
+    torch.set_num_threads(config.threads)
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    n_devices = {"cpu": 1024}
+    default = "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    # Not MPS, which has no collectives and no float64; torch names gloo for it.
+    if accelerator and dist.get_default_backend_for_device(accelerator) != "gloo":
+        default = accelerator.type
+        n_devices[default] = torch.accelerator.device_count()
+    kind = default if config.device is None else config.device
+    n = n_devices.get(kind, 0)
+    if n == 0:
+        raise Stop(f"--device {kind} is not on this machine: choose {' or '.join(n_devices)}")
+    if n_local > n:
+        raise Stop(f"--device {kind}: torchrun started {n_local} ranks here, for {n} devices")
+    device = torch.device("cpu")
+    if kind != "cpu":
+        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+        torch.accelerator.set_device_index(device.index)
+    timeout = datetime.timedelta(seconds=config.timeout_s)
+    torchrun_store = store = dist.HashStore()
+    if "RANK" in os.environ:
+        is_ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        torchrun_store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+                                       is_master=is_ours, timeout=timeout, wait_for_workers=False)
+        store = meet(torchrun_store, rank, world_size, timeout)
+    dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
+                            world_size=world_size, timeout=timeout)
+    return device, torchrun_store
+
+
+def meet(store, rank, world_size, timeout):
+    """store, torchrun's, under a prefix that only the ranks of this start know.
+
+    torchrun keeps its store over restarts (torch 2.13), and in it the addresses of dead ranks, for
+    which new ranks would wait. It counts restarts, but per node, so the count is no prefix that
+    ranks agree on. So rank 0 draws a prefix, and every other rank asks for it under a number that
+    it has drawn itself: an answer to a dead rank is never taken for one's own. Raises Stop if a
+    rank does not come within timeout, a timedelta.
+    """
+    drawn = os.urandom(8).hex()
+    if rank > 0:
+        store.set(f"ask/{rank}", drawn)
+        prefix = store.get(f"answer/{drawn}").decode()  # waits
+        store.set(f"{prefix}/met/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    peers = range(1, world_size)
+    while not store.check([f"{drawn}/met/{peer}" for peer in peers]):
+        for peer in peers:
+            if store.check([f"ask/{peer}"]):  # asked by a dead rank, or by the one that waits
+                asked = store.get(f"ask/{peer}").decode()
+                store.set(f"answer/{asked}", drawn)
+        if time.monotonic() > deadline_s:
+            raise Stop("some ranks did not start within --timeout_s")
+        time.sleep(0.01)
+    return dist.PrefixStore(drawn, store)
+
+
+def gather(value):
+    """[rank 0's value, rank 1's, ...], of anything that can be pickled. A collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(value):
+    """Rank 0's value. A collective."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def together(function, *arguments):
+    """Call function(*arguments) on every rank and return this rank's result. A collective.
+
+    Where it fails on one rank, by a user's mistake (ValueError), a disk (OSError) or for lack of
+    memory (RuntimeError: on a CPU torch has no other), Stop is raised on all of them.
+    function itself must not communicate.
+    """
+    result = problem = None
+    try:
+        result = function(*arguments)
+    except (ValueError, OSError, RuntimeError) as error:
+        problem = str(error)
+    for rank, found in enumerate(gather(problem)):
+        if found is not None:
+            raise Stop(f"rank {rank}: {found}" if rank else found)
+    return result
+
+
+def on_rank_0(function, *arguments):
+    """Call function(*arguments) on rank 0 while the others wait -> its result there, None on the
+    others. Raises Stop as `together` does."""
+    if dist.get_rank() > 0:
+        return together(lambda: None)
+    return together(function, *arguments)
+
+
+def check_ranks_agree(facts):
+    """facts: {name: value}. Where ranks have different values, raise Stop on all of them, with the
+    first such fact and the values of all ranks. A collective, of hashes as long as they agree."""
+    hashes = gather(hashlib.sha256(repr(facts).encode()).digest())
+    if len(set(hashes)) == 1:
+        return
+    views = gather(facts)
+    for name in facts:
+        values = [view[name] for view in views]
+        if len(set(values)) > 1:
+            raise Stop(f"ranks differ in {name}, which is {values} on ranks 0 to {len(values) - 1}")
+
+
+def say(text, file=None):
+    """Print on rank 0. A run does not end because its log is on a full disk."""
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError):
+            print(text, file=file, flush=True)
+
+
+def named_shards(model):
+    """Yield (name in the GPT, what this rank trains of it) for every parameter."""
+    for name, p in model.named_parameters():
+        yield name.removeprefix("module."), p  # the prefix of DDP, torch's and ours
+
+
+def local(tensor):
+    """This rank's part of a tensor that FSDP2 shards; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
+
+
+def drop_unwritten():
+    """Give up what a full disk has not taken of the log, or Python would end with status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def refuse(error, status=2):
+    """Say in one line why the run stops, and leave. Only the first rank of a host speaks."""
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        # If it left first, torchrun would end the others before they can speak. If only this rank
+        # has failed, no SIGTERM comes, and it prints the line itself.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+        time.sleep(5)
+    with contextlib.suppress(OSError):  # a full disk
+        print(f"train.py: {one_line(error)}", file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def one_line(error):
+    """Its text, of which a compiler's may be very long."""
+    return " ".join(str(error).split())[:2000]
+
+
+def explains_itself(error):
+    """Whether error needs no traceback: memory is out, or a collective has failed, as it does where
+    another rank has died or hangs. Only the text tells: gloo raises plain RuntimeErrors."""
+    if isinstance(error, (dist.DistError, torch.OutOfMemoryError)):
+        return True
+    words = ("onnection", "imed out", "gloo", "pair closure")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
