@@ -43,7 +43,6 @@ import hashlib
 import json
 import math
 import os
-import pathlib
 import signal
 import sys
 import time
@@ -51,6 +50,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -59,18 +59,18 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ddp import DDP, HierarchicalState, clip_gradients_, total_norm
 from model import GPT, GPTConfig, PRESETS
 from oracle import average_gradients
-from trainer.checkpoint import (checkpoint_tensors, claim, flags_to_save, is_ours, make_folder,
-                                release, resume, save_checkpoint)
+from trainer.checkpoint import (checkpoint_tensors, claim, flags_to_save, is_ours, release, resume,
+                                save_checkpoint, say_contents, touch)
 from trainer.comm_hooks import TopKState, hierarchical_hook, top_k_hook
-from trainer.data import (accumulation_steps, block_order, count_blocks, encode_prompt,
-                          fingerprint, global_batch, load_tokenizer, load_tokens, read_blocks)
-from trainer.flags import DTYPES, FSDP, SIZES, check, check_compiler, parse_args
+from trainer.data import (VOCAB_SIZES, accumulation_steps, block_order, count_blocks,
+                          encode_prompt, fingerprint, global_batch, is_tokenized, load_tokenizer,
+                          load_tokens, read_blocks)
+from trainer.flags import DTYPES, FSDP, SIZES, check, parse_args
 from trainer.llama import export, read_llama_config, read_llama_weights
 from trainer.log import (finite, introduce, over_ranks, peak_flops, peak_mem_bytes, print_step,
                          start_trackers)
-from trainer.ranks import (Stop, check_ranks_agree, drop_unwritten, explains_itself, from_rank_0,
-                           gather, local, named_shards, on_rank_0, one_line, refuse, say,
-                           start_process_group, together)
+from trainer.ranks import (Stop, check_ranks_agree, choose_device, from_rank_0, gather, local,
+                           named_shards, on_rank_0, run, say, start_process_group, together)
 from zero import Zero1, Zero2, Zero3
 
 
@@ -118,7 +118,7 @@ class Config:
     # data parallelism
     bucket_cap_mb: float = 25.0  # ddp, torch-ddp: MB of gradients that are sent together
     find_unused_parameters: bool = False  # ddp, torch-ddp: allow parameters without a gradient
-    comm_hook: str | None = None  # ddp: how gradients are compressed [not at all]
+    comm_hook: str | None = None  # ddp: compress gradients; powersgd, topk: after the warm-up [no]
     topk_ratio: float = 0.01  # --comm_hook topk: the part of the elements that is sent
     node_size: int | None = None  # --comm_hook hierarchical: ranks per node [as torchrun has it]
     shard_size: int | None = None  # zero1 to 3: ranks among which the state is divided [all]
@@ -134,7 +134,7 @@ class Config:
     grad_clip: float = 1.0  # largest norm of all gradients together, 0 for no limit
     # evaluation
     eval_interval: int = 100  # steps between evaluations; the last step has one, too; 0 for none
-    eval_steps: int = 20  # micro batches per evaluation, divided among ranks; 0 for none
+    eval_steps: int = 80  # sequences per evaluation, divided among ranks; 0 for none
     eval_only: bool = False  # no training: loss and text of what --resume or --init_from names
     prompt: str = "\n"  # what the sample text continues, taken literally
     sample_tokens: int = 256  # tokens of the sample text, after the prompt; 0 for none
@@ -160,27 +160,33 @@ def main(config, progress):
     progress: what the loop knows beside tensors: the step, the best one, the last step's entry of
     metrics.jsonl. Every checkpoint has it, and `run` names the step in errors.
     """
-    # 1) meet the other ranks. Tokenizer, data and `gpt`, the model without any wrapper, are the
-    # same on all of them.
-    device, torchrun_store = start_process_group(config)
-    tokenizer, gpt, tokens, val_tokens = together(prepare, config, device)
+    device = choose_device(config.device)
+    torch.set_num_threads(config.threads)
+    torchrun_store = start_process_group(device, config.timeout_s)
+    together(check, config, device)
+    with claim(config, torchrun_store) as mark:  # out_dir is this run's
+        return train(config, progress, device, mark, torchrun_store)
+
+
+def train(config, progress, device, mark, torchrun_store):
+    """What `main` does between its first line and its last -> exit status. A collective."""
+    # 1) tokenizer, data and `gpt`, the model without any wrapper, which are the same on all ranks
+    tokenizer, gpt, tokens, val_tokens = together(prepare, config)
     facts = facts_of_run(config, gpt, tokens)
-    out_dir = pathlib.Path(config.out_dir).resolve()
-    # A folder that marks out_dir as this run's, until a later run removes it.
-    mark = None if config.eval_only else claim(out_dir)
     check_ranks_agree(vars(config) | facts | facts_of_start(mark, val_tokens, config))
     if config.micro_batch_size == "auto":
-        config.micro_batch_size = largest_micro_batch(config, tokenizer, device)
+        config.micro_batch_size = largest_micro_batch(config, gpt.config.vocab_size, device)
 
     # 2) `model`, what the mode makes of gpt; the optimizer over the parameters that this leaves
     model = wrap(gpt, config, device)
     optimizer = make_optimizer(model, config)
     scaler = make_scaler(config, device)
+    residual = model.comm_state.residual if config.comm_hook == "topk" else None
 
     # 3) continue where an earlier run stopped
     progress["run_id"] = from_rank_0(os.urandom(8).hex())
-    tensors = checkpoint_tensors(model, optimizer, gpt, config)
-    record = resume(config, out_dir, mark, tensors, facts, torchrun_store)
+    tensors = checkpoint_tensors(model, optimizer, gpt, residual)
+    record = resume(config, mark, tensors, facts, torchrun_store)
     if record is not None:
         for name in progress:
             progress[name] = record.get(name, progress[name])  # an older record may lack some
@@ -188,7 +194,7 @@ def main(config, progress):
             scaler.load_state_dict(record["scaler"])
         if config.comm_hook in ("topk", "powersgd"):
             model.comm_state.iter = progress["step"]
-    device_name = introduce(gpt, tokens, config, device)
+    device_name = introduce(gpt, len(tokens), config, device)
     # FLOP/s of all ranks; those of 16-bit units, whatever the run computes in.
     peak = dist.get_world_size() * (peak_flops(device_name) or math.nan)
     metrics, trackers = start_trackers(config, mark, gpt, progress)
@@ -227,11 +233,11 @@ def main(config, progress):
         entry["mfu"] = entry["tokens_per_sec"] * gpt.flops_per_token() / peak
         recent.append(entry)
         if is_due(step, config.log_interval, 1) or "val_loss" in entry or entry["skipped"]:
-            print_step(entry, recent, config)
+            print_step(entry, recent, config.max_steps)
         progress["entry"] = finite(entry)
         for track in trackers:
             track(progress["entry"])
-        if dist.get_rank() == 0 and not is_ours(mark):
+        if dist.get_rank() == 0 and not touch(mark, step):
             signals.append("a later run")  # the next step tells all ranks; `release` says why
 
         # write a checkpoint, on all ranks, and stop where one of them was told to; skipped steps
@@ -240,8 +246,8 @@ def main(config, progress):
         if config.save_interval and (is_time or best or stop):
             record = dict(progress | best, facts=facts, scaler=scaler.state_dict(),
                           world_size=dist.get_world_size(), config=flags_to_save(config))
-            tensors = checkpoint_tensors(model, optimizer, gpt, config)  # top-k makes new ones
-            saved = save_checkpoint(out_dir, mark, tensors, record, metrics)
+            tensors = checkpoint_tensors(model, optimizer, gpt, residual)  # top-k makes new ones
+            saved = save_checkpoint(mark, tensors, record, metrics)
             if saved:
                 progress |= best
         if stop:
@@ -258,12 +264,13 @@ def main(config, progress):
         progress["entry"] = evaluate_only(model, val_tokens, progress["step"], config, device)
     else:
         on_rank_0(release, mark)
+        say_contents(mark.parent)
     n_bytes = bytes_per_param(model, gpt, optimizer) if recent else None
     if config.sample_tokens and is_finite:
         say(f"sample:\n{sample(gpt, tokenizer, config, device)}")
     print_result(model, progress, recent, n_bytes, config)
     if config.export_hf:
-        export(model, gpt, config, tokenizer)
+        export(model, gpt.config, config.export_hf, tokenizer.eot_token)
     return 0 if saved else 1
 
 
@@ -297,7 +304,8 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, signals=(
     optimizer.zero_grad(set_to_none=True)
     for micro_step in range(n):
         index = micro_step * W + rank
-        x, y = read_blocks(tokens, blocks[index * m:(index + 1) * m], config, device)
+        own = blocks[index * m:(index + 1) * m]
+        x, y = read_blocks(tokens, own, config.block_size, device)
         set_is_last_micro_step(model, config, micro_step == n - 1)
         with autocast(config, device):
             _, loss = model(x, y)
@@ -377,21 +385,22 @@ def lr_at(step, config):
 # before the first step: what every rank makes by itself, and what all must have in common
 
 
-def prepare(config, device):
+def prepare(config):
     """What every rank makes, or refuses, by itself -> tokenizer, GPT, training tokens, validation
-    tokens. Raises ValueError and OSError on a user's mistake."""
-    check(config)
-    if config.compile:
-        check_compiler(device)
-    if not config.eval_only:
-        make_folder("out_dir", config.out_dir)
-    if config.export_hf:
-        make_folder("export_hf", config.export_hf)
-    tokenizer = load_tokenizer(config.tokenizer)
-    gpt = build_gpt(config, tokenizer)
+    tokens. Raises ValueError and OSError on a user's mistake.
+
+    The tokenizer is None where only the sample needs it: it may be a download.
+    """
+    tokenizer = None
+    vocab_size = VOCAB_SIZES.get(config.tokenizer)
+    is_for_sample = is_tokenized(config.dataset) and not (config.init_from or config.export_hf)
+    if vocab_size is None or not is_for_sample:
+        tokenizer = load_tokenizer(config.tokenizer)
+        vocab_size = tokenizer.n_vocab
+    gpt = build_gpt(config, vocab_size)
     config.block_size = gpt.config.block_size  # that of the preset or folder, unless given
     vocab_size = gpt.config.vocab_size
-    if max(encode_prompt(config, tokenizer)) >= vocab_size:
+    if tokenizer is not None and max(encode_prompt(config.prompt, tokenizer)) >= vocab_size:
         raise ValueError(f"--prompt has tokens that are not among the {vocab_size} of the model")
     tokens, val_tokens = load_tokens(config, tokenizer, vocab_size)
     return tokenizer, gpt, tokens, val_tokens
@@ -422,7 +431,7 @@ def facts_of_start(mark, val_tokens, config):
 # model, wrapper, optimizer
 
 
-def build_gpt(config, tokenizer):
+def build_gpt(config, vocab_size):
     """The GPT: a preset, or the folder --init_from, each size overridden where its flag is given.
     Raises ValueError on sizes that do not fit.
 
@@ -432,7 +441,7 @@ def build_gpt(config, tokenizer):
     if config.init_from:
         sizes = read_llama_config(config.init_from)
     else:
-        sizes = dict(PRESETS[config.model], vocab_size=tokenizer.n_vocab)
+        sizes = dict(PRESETS[config.model], vocab_size=vocab_size)
     for name in SIZES:
         if getattr(config, name) is not None:
             sizes[name] = getattr(config, name)
@@ -614,7 +623,7 @@ def make_scaler(config, device):
                              enabled="fp16" in (config.dtype, config.param_dtype))
 
 
-def largest_micro_batch(config, tokenizer, device):
+def largest_micro_batch(config, vocab_size, device):
     """--micro_batch_size auto: the largest size that divides a rank's part of the global batch and
     keeps a step within the limit on every rank. Raises Stop if none does. A collective.
 
@@ -631,7 +640,7 @@ def largest_micro_batch(config, tokenizer, device):
         n_bytes, _ = torch.accelerator.get_memory_info(device)  # free, total
     limit, W = 0.95 * n_bytes, dist.get_world_size()
     config = dataclasses.replace(config, warmup_steps=0)  # PowerSGD begins in the third step
-    model = wrap(build_gpt(config, tokenizer), config, device)
+    model = wrap(build_gpt(config, vocab_size), config, device)
     optimizer = make_optimizer(model, config)
     tokens = np.zeros(4 * W * config.block_size + 1, dtype=np.uint16)
     peak_mem_bytes(device, reset=True)  # that of tokenizing
@@ -667,27 +676,31 @@ def largest_micro_batch(config, tokenizer, device):
 
 @torch.no_grad()
 def evaluate(model, tokens, config, device):
-    """Mean loss over eval_steps micro batches of validation tokens, divided among the ranks. A
-    collective.
+    """Mean loss over eval_steps blocks of validation tokens, divided among the ranks. A collective.
 
-    The blocks are the same in every run of one micro batch size, whatever its seed, so that runs
-    can be compared. A forward may be a collective, so all ranks make the same number: a rank
-    without a micro batch of its own repeats the last one, and that loss does not count.
+    The blocks are the same in every run, whatever its seed, and each has a loss of its own: so runs
+    can be compared, also where their W or their micro batches differ. (On a CPU to the last bit. An
+    accelerator may multiply larger batches by kernels that round otherwise.)
+
+    A forward may be a collective, so all ranks make the same number, and torch.compile wants
+    batches of one size: what is too many is the last block again, and does not count.
     """
     model.eval()
-    rank, W, n_blocks = dist.get_rank(), dist.get_world_size(), count_blocks(tokens, config)
-    m = min(config.micro_batch_size, n_blocks)
-    n = min(config.eval_steps, n_blocks // m)
+    rank, W, m = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
+    n_blocks = count_blocks(tokens, config.block_size)
+    n = min(config.eval_steps, n_blocks)
     order = block_order(n_blocks, seed=0, epoch=0)
     losses = torch.zeros(n, dtype=torch.float64, device=device)
-    for turn in range(math.ceil(n / W)):
-        index = turn * W + rank
-        i = min(index, n - 1)
-        x, y = read_blocks(tokens, order[i * m:(i + 1) * m], config, device)
+    for turn in range(math.ceil(n / (m * W))):
+        first = (turn * W + rank) * m
+        places = np.arange(first, first + m)
+        blocks = order[np.minimum(places, n - 1)]
+        x, y = read_blocks(tokens, blocks, config.block_size, device)
         with autocast(config, device):
-            _, loss = model(x, y)
-        if index < n:
-            losses[index] = loss
+            logits, _ = model(x)
+        for place, scores, targets in zip(places, logits, y):
+            if place < n:
+                losses[place] = F.cross_entropy(scores.float(), targets)
     if config.mode in FSDP:
         for module in (*model.blocks, model):
             module.reshard()  # what stays whole without a backward would not be saved as shards
@@ -706,10 +719,15 @@ def evaluate_only(model, tokens, step, config, device):
 
 
 def sample(gpt, tokenizer, config, device):
-    """--prompt and a text that continues it, the same on all ranks. A collective, since in stage 3
-    every forward gathers weights."""
+    """--prompt and a text that continues it, the same on all ranks; or why there is none. A
+    collective, since in stage 3 every forward gathers weights."""
+    if tokenizer is None:
+        try:
+            tokenizer = together(load_tokenizer, config.tokenizer)
+        except Stop as error:
+            return f"none, as there is no tokenizer: {error}"
     generator = torch.Generator(device).manual_seed(config.seed)
-    idx = torch.tensor([encode_prompt(config, tokenizer)], device=device)
+    idx = torch.tensor([encode_prompt(config.prompt, tokenizer)], device=device)
     # Eager, since compiling for every length would take longer than the run.
     with autocast(config, device), torch.compiler.set_stance("force_eager"):
         idx = gpt.generate(idx, config.sample_tokens, temperature=0.8, generator=generator)
@@ -770,33 +788,10 @@ def print_result(model, progress, recent, n_bytes, config):
     say("RESULT " + json.dumps(finite(result)))
 
 
-# -------------------------------------------------------------------------------------------------
-# how a run ends
-
-
-def run():
-    """main, and what becomes of its errors -> exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a sample may have any character
-    progress = dict(step=0, best_step=0, best_val_loss=math.inf, skipped=0, entry={}, run_id=None)
-    try:
-        status = main(parse_args(Config, __doc__, sys.argv[1:]), progress)
-    except Stop as error:
-        refuse(error, 1 if progress["entry"] else 2)
-    except Exception as error:
-        if not explains_itself(error):
-            sys.excepthook(*sys.exc_info())
-        rank = os.environ.get("RANK", 0)
-        print(f"train.py: rank {rank} failed in step {progress['step']}: {type(error).__name__}: "
-              f"{one_line(error)}", file=sys.stderr, flush=True)
-        os._exit(1)  # at once, which closes its connections: that is how other ranks come to know
-    # FSDP2's modules hold the group in a cycle: uncollected, its threads outlive the interpreter.
-    gc.collect()
-    dist.destroy_process_group()
-    drop_unwritten()
-    return status
+def read_flags():
+    return parse_args(Config, __doc__, sys.argv[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    progress = dict(step=0, best_step=0, best_val_loss=math.inf, skipped=0, entry={}, run_id=None)
+    sys.exit(run(main, read_flags, progress))

@@ -100,7 +100,7 @@ def test_checkpoints_keep_owned_state(optimizer):
             if model is plain or number == dist.get_rank():
                 zoo_loss(model, 0, number).backward()
         found.step()
-        return checkpoint_tensors(model, found, plain, config)
+        return checkpoint_tensors(model, found, plain)
 
     plain = fresh("gpt")
     config = train.Config(mode="single")

@@ -12,20 +12,19 @@ a slice is saved with its place in the flat parameter, not with its rank. A fold
 inside the run's mark and renamed when everything in it is on disk, so a crash leaves the
 checkpoints before as they are.
 
-The mark is a hidden folder of out_dir. A process may be frozen, and wake up when a later run has
-long begun in the same out_dir; torchrun may be killed, and leave its ranks behind. So a run makes
-a mark, and removes all others when it has loaded its checkpoint. A run that has lost its mark
-stops. What it was writing went with its mark, and the metrics.jsonl that it has open is no longer
-the one of that name.
+Which run may write there is the subject of the last section, marks.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import os
 import pathlib
 import shutil
+import signal
+import socket
 import sys
 import time
 
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from trainer.ranks import (Stop, from_rank_0, gather, local, named_shards, on_rank_0, say,
+from trainer.ranks import (Stop, count, from_rank_0, gather, local, named_shards, on_rank_0, say,
                            together)
 
 RECORD, SUMS = "checkpoint.json", "SHA256SUMS"
@@ -75,13 +74,6 @@ class Slice(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
-def make_folder(flag, path):
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--{flag} {path!r}: {error.strerror}") from error
-
-
 def flags_to_save(config):
     """config for a checkpoint, from which a run may resume in another working folder."""
     saved = dict(vars(config))
@@ -92,10 +84,13 @@ def flags_to_save(config):
     return saved
 
 
-def checkpoint_tensors(model, optimizer, gpt, config):
+def checkpoint_tensors(model, optimizer, gpt, residual=None):
     """{key: what this rank has of it}, sharing memory with what is trained: loading a checkpoint
     writes into these tensors. Keys are names, so any mode finds what it needs. An empty shard is
-    left out, and so is its state: Adam's step counter stays 0 on a rank that owns nothing."""
+    left out, and so is its state: Adam's step counter stays 0 on a rank that owns nothing.
+
+    residual: {parameter: what this rank has not sent of its gradients}, of top-k; else None.
+    """
     tensors = {}
     starts = model.shard_starts()
     sizes = {name: p.numel() for name, p in gpt.named_parameters()}
@@ -113,40 +108,10 @@ def checkpoint_tensors(model, optimizer, gpt, config):
                 if n == sizes[name]:  # then state may have another shape, as Adafactor's has
                     t.whole = t.numel()
             tensors[f"{kind}.{name}"] = t
-        if config.comm_hook == "topk":  # what was not sent so far is each rank's own
-            residual = model.comm_state.residual.setdefault(p, torch.zeros_like(p))
-            tensors[f"residual.{dist.get_rank()}.{name}"] = residual
+        if residual is not None:
+            unsent = residual.setdefault(p, torch.zeros_like(p))
+            tensors[f"residual.{dist.get_rank()}.{name}"] = unsent
     return tensors
-
-
-def claim(out_dir):
-    """Make the mark of this run in out_dir -> its path. A collective."""
-    mark = out_dir / f".run_{from_rank_0(os.urandom(8).hex())}"
-    on_rank_0(make_mark, mark)
-    return mark
-
-
-def make_mark(mark):
-    """A folder with a file in it, which counts: the folder alone dcp would make anew as it writes a
-    checkpoint there, when a later run has removed it."""
-    mark.mkdir()
-    (mark / "mark").touch()
-
-
-def is_ours(mark):
-    return (mark / "mark").exists()
-
-
-def still_ours(mark):
-    """Raise OSError if a later run has removed the mark."""
-    if not is_ours(mark):
-        raise OSError(f"a later run has begun in {mark.parent}, or {mark.name} was removed")
-
-
-def release(mark):
-    """Rank 0: this run will write no more."""
-    still_ours(mark)
-    shutil.rmtree(mark, ignore_errors=True)
 
 
 def newest_first(out_dir):
@@ -196,19 +161,19 @@ def fsync(path):
     os.close(descriptor)
 
 
-def save_checkpoint(out_dir, mark, tensors, record, metrics):
+def save_checkpoint(mark, tensors, record, metrics):
     """Write out_dir/step_... -> whether that succeeded. If not, as on a full disk, it is said, and
     the run continues: the next checkpoint may succeed. Raises Stop if the mark is gone. A
     collective."""
     on_rank_0(still_ours, mark)
-    folder = out_dir / f"step_{record['step']:08d}"
+    folder = mark.parent / f"step_{record['step']:08d}"
     unfinished = mark / folder.name
     try:
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
         on_rank_0((unfinished / RECORD).write_text, json.dumps(record, indent=1))
         on_rank_0((unfinished / SUMS).write_text, "\n".join(checksums(unfinished)))
         on_rank_0(publish, mark, unfinished, folder, metrics)
-        on_rank_0(tidy, out_dir, mark, record["best_step"], record["config"]["keep_last"])
+        on_rank_0(tidy, mark, record["best_step"], record["config"]["keep_last"])
         return True
     except (dcp.CheckpointException, Stop) as error:
         # The last line, since dcp's error has the tracebacks of all ranks.
@@ -230,10 +195,11 @@ def publish(mark, unfinished, folder, metrics):
     fsync(folder.parent)
 
 
-def tidy(out_dir, mark, best_step, keep_last):
+def tidy(mark, best_step, keep_last):
     """Rank 0: point `best` to the best checkpoint, if it is there. Remove those that are neither it
     nor among the keep_last newest ones."""
     still_ours(mark)
+    out_dir = mark.parent
     best = out_dir / f"step_{best_step:08d}"
     link = out_dir / "best"
     if link.is_dir() and not link.is_symlink():  # as in a copy that has followed the link
@@ -271,7 +237,7 @@ def newest_sound(folders):
         say(f"train.py: {folder} {problem}; falling back to the checkpoint before", sys.stderr)
 
 
-def resume(config, out_dir, mark, tensors, facts, torchrun_store):
+def resume(config, mark, tensors, facts, torchrun_store):
     """Load the checkpoint that --resume names into tensors -> its record, None to start over. A
     collective. After a restart by torchrun it is the newest one in out_dir, whatever --resume says.
     The line that it prints is a restart's first one, and has the numbers of ranks.
@@ -280,6 +246,7 @@ def resume(config, out_dir, mark, tensors, facts, torchrun_store):
     checkpoint is damaged. At the end out_dir has the past of this run, and nothing else; an
     evaluation leaves it as it is.
     """
+    out_dir = pathlib.Path(config.out_dir).resolve()
     is_restart = torchrun_store.check(["begun"])
     folders = []
     if config.resume == "auto" or is_restart:
@@ -291,7 +258,8 @@ def resume(config, out_dir, mark, tensors, facts, torchrun_store):
     if folder is not None:
         record = together(read_record, folder)
         load(folder, record, tensors, facts)
-        say(f"resumed from {folder}, after step {record['step']}, on {dist.get_world_size()} ranks "
+        ranks = count(dist.get_world_size(), "rank")
+        say(f"resumed from {folder}, after step {record['step']}, on {ranks} "
             f"({record.get('world_size', 'unknown')} before)")
     if config.eval_only:
         if record is None and config.init_from is None:
@@ -307,7 +275,7 @@ def resume(config, out_dir, mark, tensors, facts, torchrun_store):
         record |= dict(best_step=0, best_val_loss=math.inf)  # the best one is not here
     elif config.resume == "auto":
         say(f"no checkpoint in {out_dir}: a new run begins")
-    on_rank_0(rewind, out_dir, mark, past, is_in_out_dir or is_restart)
+    on_rank_0(rewind, mark, past, is_in_out_dir or is_restart, config.timeout_s)
     # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
     on_rank_0(torchrun_store.set, "begun", "")
     return record
@@ -325,9 +293,10 @@ def load(folder, record, tensors, facts):
              planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
 
 
-def rewind(out_dir, mark, past, keeps_metrics):
+def rewind(mark, past, keeps_metrics, timeout_s):
     """Rank 0: bring out_dir to where it was after past["step"]. Whatever is newer, damaged or of an
     earlier run is moved aside, which is said, and is not looked at again."""
+    out_dir = mark.parent
     aside = out_dir / time.strftime(f"earlier_%Y%m%d_%H%M%S_{os.getpid()}")
     moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > past["step"]]
     if not keeps_metrics:
@@ -340,13 +309,10 @@ def rewind(out_dir, mark, past, keeps_metrics):
     for path in moved:
         still_ours(mark)
         path.rename(aside / path.name)
-    still_ours(mark)
-    for other in out_dir.glob(".run_*"):  # of a run that was killed, or is still there
-        if other != mark:
-            shutil.rmtree(other, ignore_errors=True)
+    remove_other_marks(mark, timeout_s)
     for unfinished in out_dir.glob(".tokens-*"):  # of one that was killed while it tokenized
         unfinished.unlink()
-    tidy(out_dir, mark, past["best_step"], sys.maxsize)
+    tidy(mark, past["best_step"], sys.maxsize)
     # Another file in its place, even if nothing changes: a run that is still there has it open.
     metrics = out_dir / "metrics.jsonl"
     if metrics.exists():
@@ -365,3 +331,166 @@ def lines_until(step, path):
             if json.loads(line)["step"] <= step and line.endswith("\n"):
                 lines.append(line)
     return lines
+
+
+def say_contents(out_dir):
+    """Print on rank 0 what lies in out_dir, and how large it is."""
+    if dist.get_rank() > 0:
+        return
+    best = (out_dir / "best").resolve().name
+    names = []
+    for path in sorted(out_dir.glob("*")):
+        if path.name == "best":
+            continue
+        n_bytes = 0
+        for file in (path, *path.rglob("*")):
+            with contextlib.suppress(OSError):  # another run may move it
+                n_bytes += file.lstat().st_size
+        size = f"{n_bytes / 1e6:,.2f} MB"
+        if path.name == best:
+            size += ", the best"
+        names.append(f"{path.name} ({size})")
+    say(f"in {out_dir}: {', '.join(names)}")
+
+
+# -------------------------------------------------------------------------------------------------
+# marks: one run at a time in an out_dir
+#
+# A mark is a hidden folder of out_dir, with a file in it that says whose it is. A run is alive as
+# long as it touches that file, which rank 0 does in every step: less than --timeout_s ago. Two
+# promises:
+# - A run that begins anew where another one is alive is refused. It leaves all as it is.
+# - A run that goes on with what is in out_dir takes over: when it has loaded its checkpoint, it
+#   removes all other marks. A run that has lost its mark stops, such as one that was frozen, or
+#   whose torchrun is gone. What it was writing went with its mark, and the metrics.jsonl that it
+#   has open is no longer the one of that name.
+#
+# All times are the file system's own, which stamps what is written. So clocks of hosts do not
+# matter, unless each host stamps for itself. Then a run whose host is ahead by an hour seems alive
+# for an hour after its end, and others are refused; one whose host is behind seems dead to a run
+# that begins anew, and is stopped by it, and its files are moved aside.
+
+
+@contextlib.contextmanager
+def claim(config, torchrun_store):
+    """Give this run a mark, as long as it lasts -> its path; an evaluation has none. Raises Stop
+    where another run has the right to out_dir. A collective."""
+    if config.eval_only:
+        yield None
+        return
+    out_dir = pathlib.Path(config.out_dir).resolve()
+    takes_over = config.resume is not None
+    if config.resume not in (None, "auto"):
+        takes_over = pathlib.Path(config.resume).resolve().parent == out_dir
+    # After a restart by torchrun a run that is alive here has taken over since: it stays.
+    takes_over = takes_over and not torchrun_store.check(["begun"])
+    drawn = from_rank_0(os.urandom(8).hex())
+    mark = out_dir / f".run_{drawn}"
+    # The same in all starts by one torchrun, which may leave marks of ranks that were killed.
+    torchrun = torchrun_store.compare_set("run", "", drawn).decode()
+    try:
+        on_rank_0(make_mark, mark, torchrun, takes_over, config.timeout_s)
+        yield mark
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(mark, ignore_errors=True)
+
+
+def make_mark(mark, torchrun, takes_over, timeout_s):
+    """Rank 0: make the mark, and look at those of others. Raises ValueError if one of them is alive
+    and this run does not take over.
+
+    First make, then look: so of two runs that begin at once at least one sees the other, and the
+    one that has made its mark later stands back.
+    """
+    mark.mkdir()
+    path = mark / "mark"
+    path.touch()
+    # A file in the folder, and this is what counts: the folder alone dcp would make anew as it
+    # writes a checkpoint there, when a later run has removed it.
+    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, torchrun=torchrun,
+                 takes_over=takes_over, made_ns=path.stat().st_mtime_ns)
+    path.write_text(json.dumps(facts))
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the loop has handlers of its own
+        signal.signal(number, functools.partial(leave, mark))
+    time.sleep(0.05)  # longer than a tick of the file system's clock
+    for other in others_alive(mark, timeout_s):
+        came_first = (other["made_ns"], other["name"]) < (facts["made_ns"], mark.name)
+        if came_first and not takes_over and other["torchrun"] != torchrun:
+            raise ValueError(f"in {mark.parent} a run is alive: host {other['host']}, pid "
+                             f"{other['pid']}, step {other['step']}, which it touched "
+                             f"{other['age_s']:.0f} s ago. Wait for its end, choose another "
+                             "--out_dir, or take over with --resume auto. (A run that was killed "
+                             f"counts as alive for --timeout_s {timeout_s:g})")
+
+
+def leave(mark, number, frame):
+    """Handle a signal: remove the mark, and end as without a handler."""
+    shutil.rmtree(mark, ignore_errors=True)
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+def others_alive(mark, timeout_s):
+    """The facts of all other marks in out_dir that were touched less than timeout_s ago, with their
+    "name" and "age_s"."""
+    still_ours(mark)
+    os.utime(mark / "mark")
+    now_s = (mark / "mark").stat().st_mtime
+    found = []
+    for path in mark.parent.glob(".run_*/mark"):
+        facts = dict(host="unknown", pid="unknown", step="unknown", torchrun=None,
+                     takes_over=False, made_ns=0, name=path.parent.name)  # where it says nothing
+        try:
+            facts["age_s"] = now_s - path.stat().st_mtime
+            facts |= json.loads(path.read_text())
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            pass
+        if path.parent != mark and facts["age_s"] < timeout_s:
+            found.append(facts)
+    return found
+
+
+def touch(mark, step):
+    """Rank 0, after every step: show that this run is alive -> whether the mark is still there."""
+    # A full disk, half a file, or no mark: "r+" does not make it anew.
+    with contextlib.suppress(OSError, ValueError):
+        with open(mark / "mark", "r+") as file:
+            facts = json.load(file)
+            file.seek(0)
+            json.dump(facts | dict(step=step), file)  # in place: it is never shorter than before
+    return is_ours(mark)
+
+
+def is_ours(mark):
+    return (mark / "mark").exists()
+
+
+def still_ours(mark):
+    """Raise OSError if a later run has removed the mark."""
+    if not is_ours(mark):
+        raise OSError(f"a later run has begun in {mark.parent}, or {mark.name} was removed")
+
+
+def release(mark):
+    """Rank 0: this run will write no more."""
+    still_ours(mark)
+    shutil.rmtree(mark, ignore_errors=True)
+
+
+def remove_other_marks(mark, timeout_s):
+    """Rank 0: no other run may write here any more. But one that is about to take over may: raises
+    OSError then. One that begins anew sees this run, and stands back by itself."""
+    mine = json.loads((mark / "mark").read_text())
+    alive = {}
+    for other in others_alive(mark, timeout_s):
+        came_later = (other["made_ns"], other["name"]) > (mine["made_ns"], mark.name)
+        if came_later and other["takes_over"]:
+            raise OSError(f"a later run has begun in {mark.parent}: host {other['host']}, pid "
+                          f"{other['pid']}")
+        alive[other["name"]] = came_later
+    for path in mark.parent.glob(".run_*"):
+        if path != mark and not alive.get(path.name):
+            shutil.rmtree(path, ignore_errors=True)

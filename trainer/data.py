@@ -19,13 +19,22 @@ import torch
 import torch.distributed as dist
 
 from trainer.checkpoint import fsync
-from trainer.ranks import say
+from trainer.ranks import count, say
 
 END_OF_TEXT = "<|endoftext|>"
+# Of tiktoken's encodings whose tokens have 16 bits: what is tokenized with one of them trains
+# without the file of the tokenizer, which tiktoken would download.
+VOCAB_SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284}
+
+
+def is_tokenized(dataset):
+    """Whether it is nanoGPT's folder of train.bin and val.bin."""
+    return dataset != "stdlib" and os.path.isdir(dataset)
 
 
 def load_tokenizer(name):
-    """A tiktoken Encoding. "bytes" is 256 single bytes and an end-of-text token: no download."""
+    """A tiktoken Encoding. "bytes" is 256 single bytes and an end-of-text token: no download.
+    Raises ValueError where there is no such one, or no connection."""
     if name == "bytes":
         return tiktoken.Encoding("bytes", pat_str=r"\S+\s*|\s+", special_tokens={END_OF_TEXT: 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
@@ -35,9 +44,9 @@ def load_tokenizer(name):
         raise ValueError(f"--tokenizer {name}: {error}; bytes needs no download") from error
 
 
-def encode_prompt(config, tokenizer):
-    """Token ids of --prompt, at least one."""
-    ids = tokenizer.encode(config.prompt, allowed_special={END_OF_TEXT}, disallowed_special=())
+def encode_prompt(prompt, tokenizer):
+    """Token ids of a text, at least one."""
+    ids = tokenizer.encode(prompt, allowed_special={END_OF_TEXT}, disallowed_special=())
     return ids if ids else [tokenizer.eot_token]
 
 
@@ -64,20 +73,20 @@ def stdlib_text():
     return END_OF_TEXT.join(texts)
 
 
-def tokenize(text, tokenizer, config):
+def tokenize(text, tokenizer, out_dir, writes):
     """text -> token ids, memory-mapped from a file in out_dir that is named after the text's hash.
-    An evaluation writes no such file, but uses one that is there.
+    Without `writes` no such file is written, but one that is there is used.
 
     Ranks that come at the same time do the same work. That costs no time, and waiting for one of
     them could take longer than a collective may.
     """
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = pathlib.Path(config.out_dir, f"tokens-{tokenizer.name}-{digest}.npy")
+    path = pathlib.Path(out_dir, f"tokens-{tokenizer.name}-{digest}.npy")
     if not path.exists():
         say(f"tokenizing {len(text):,} characters with {tokenizer.name}")
         ids = tokenizer.encode_to_numpy(text, allowed_special={END_OF_TEXT}, disallowed_special=())
         ids = ids.astype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32)
-        if config.eval_only:
+        if not writes:
             return ids
         unfinished = path.with_name(f".tokens-{os.urandom(4).hex()}.npy")
         np.save(unfinished, ids)
@@ -88,38 +97,48 @@ def tokenize(text, tokenizer, config):
 
 def load_tokens(config, tokenizer, vocab_size):
     """Training and validation token ids, each (n,). Of a text the last tenth validates. Raises
-    OSError, and ValueError where there are too few tokens or they are not the tokenizer's."""
+    OSError, and ValueError where there are too few tokens or they are not the tokenizer's.
+
+    tokenizer: not needed for what is tokenized.
+    """
     if config.eval_only and not config.eval_steps:
         return np.zeros(0, np.uint16), np.zeros(0, np.uint16)
     path = pathlib.Path(config.dataset)
     try:
-        if config.dataset != "stdlib" and path.is_dir():  # nanoGPT's: uint16 and nothing else
+        if is_tokenized(config.dataset):  # uint16 and nothing else
             train = np.memmap(path / "train.bin", "<u2", "r")
             val = np.memmap(path / "val.bin", "<u2", "r")
         else:
             text = stdlib_text() if config.dataset == "stdlib" else path.read_text("utf-8")
             if "\0" in text:
                 raise ValueError("not a text; of train.bin and val.bin give the folder")
-            tokens = tokenize(text, tokenizer, config)
+            tokens = tokenize(text, tokenizer, config.out_dir, writes=not config.eval_only)
             train, val = np.split(tokens, [int(0.9 * len(tokens))])
     except (ValueError, OSError) as error:  # not UTF-8, an empty file, half a token, no file
         raise ValueError(f"--dataset {path}: {error}") from error
     if not config.eval_only:
-        check_tokens(train, config.global_batch_size, vocab_size, config)
+        least = config.global_batch_size * config.block_size + 1
+        if len(train) < least:
+            raise ValueError(f"--dataset {path} is too short: it has {len(train)} tokens to train "
+                             f"on, and {least} are needed. --block_size and --global_batch_size "
+                             "lower that")
+        check_tokens(train, path, vocab_size)
     if config.eval_steps:
-        check_tokens(val, 1, vocab_size, config)
+        least = config.block_size + 1
+        if len(val) < least:
+            raise ValueError(f"--dataset {path} is too short: it has {len(val)} tokens to validate "
+                             f"with, and {least} are needed. --block_size lowers that; "
+                             "--eval_steps 0 needs none")
+        check_tokens(val, path, vocab_size)
     return train, val
 
 
-def check_tokens(tokens, least, vocab_size, config):
-    """Raise ValueError where there are fewer than `least` blocks, or where a sample of the tokens
-    has one that the model lacks. (The loss refuses any other such token.)"""
-    if count_blocks(tokens, config) < least:
-        raise ValueError(f"--dataset {config.dataset} is too short: of {len(tokens)} tokens, where "
-                         f"{least * config.block_size + 1} are needed")
+def check_tokens(tokens, path, vocab_size):
+    """Raise ValueError where a sample of the tokens has one that the model lacks. (The loss refuses
+    any other such token.)"""
     largest = some_of(tokens).max()
     if largest >= vocab_size:
-        raise ValueError(f"--dataset {config.dataset} has token {largest}, but the model knows "
+        raise ValueError(f"--dataset {path} has token {largest}, but the model knows "
                          f"{vocab_size}: is --tokenizer another one?")
 
 
@@ -139,9 +158,9 @@ def fingerprint(tokens):
     return f"{len(tokens)} tokens with hash {digest[:16]}"
 
 
-def count_blocks(tokens, config):
+def count_blocks(tokens, block_size):
     """Blocks do not overlap, but the last target is one token beyond its block."""
-    return (len(tokens) - 1) // config.block_size
+    return (len(tokens) - 1) // block_size
 
 
 @functools.lru_cache(maxsize=2)  # costs O(n): kept for training and for validation
@@ -156,7 +175,7 @@ def global_batch(tokens, step, config):
     No block comes twice in an epoch, and all ranks make the same number of steps. An epoch leaves
     out the blocks that do not fill a global batch; the next one has another order.
     """
-    n, B = count_blocks(tokens, config), config.global_batch_size
+    n, B = count_blocks(tokens, config.block_size), config.global_batch_size
     epoch, step = divmod(step - 1, n // B)
     return block_order(n, config.seed, epoch)[step * B:(step + 1) * B]
 
@@ -169,13 +188,13 @@ def accumulation_steps(config):
         possible = [n for n in range(1, B // m + 1) if B % (m * n) == 0]
         others = f"on {possible} ranks it would" if possible else f"it is no multiple of {m}"
         raise ValueError(f"--global_batch_size {B} in micro batches of {m} does not divide among "
-                         f"{W} ranks: {others}")
+                         f"{count(W, 'rank')}: {others}")
     return B // (m * W)
 
 
-def read_blocks(tokens, blocks, config, device):
+def read_blocks(tokens, blocks, block_size, device):
     """Block numbers (m,) -> inputs x and targets y on the device, each (m, T) int64."""
-    positions = blocks[:, None] * config.block_size + np.arange(config.block_size + 1)
+    positions = blocks[:, None] * block_size + np.arange(block_size + 1)
     window = torch.from_numpy(tokens[positions].astype(np.int64))  # (m, T + 1)
     if device.type != "cpu":
         window = window.pin_memory().to(device, non_blocking=True)

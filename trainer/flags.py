@@ -20,27 +20,56 @@ import torch.distributed as dist
 from model import PRESETS
 from trainer.checkpoint import newest_first, read_record, RECORD, SUMS
 from trainer.data import accumulation_steps
-from trainer.ranks import refuse
+from trainer.ranks import count, refuse
 
 STAGES = ("zero1", "zero2", "zero3")
 FSDP = ("torch-fsdp", "torch-fsdp-kept")  # kept: parameters stay whole after the forward
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
-CHOICES = {"mode": ("single", "naive", "ddp", *STAGES, "torch-ddp", "torch-zero1", *FSDP),
-           "optimizer": ("adamw", "muon"),
-           "model": PRESETS, "dtype": DTYPES, "param_dtype": DTYPES, "reduce_dtype": DTYPES,
-           "comm_hook": ("bf16", "powersgd", "topk", "hierarchical")}
-# Numbers that must be above 0, where others may be 0, and the largest values that make sense.
-POSITIVE = {"max_steps", "threads", "timeout_s", "keep_last", "global_batch_size", "node_size",
-            "micro_batch_size", "bucket_cap_mb", "topk_ratio", "shard_size", *SIZES}
-AT_MOST = {"threads": 1024, "timeout_s": 1e6, "bucket_cap_mb": 1e6, "topk_ratio": 1,
-           "beta1": 0.99999, "beta2": 0.99999, "max_steps": 99_999_999}
-# Flags that do nothing by themselves, each with the flag that it needs and the values of that.
-BELONGS = {"param_dtype": ("mode", STAGES), "reduce_dtype": ("mode", STAGES),
-           "shard_size": ("mode", STAGES), "offload": ("mode", STAGES),
-           "comm_hook": ("mode", ["ddp"]),
-           "topk_ratio": ("comm_hook", ["topk"]), "node_size": ("comm_hook", ["hierarchical"]),
-           "memory_limit_gb": ("micro_batch_size", ["auto"])}
+# For muon: the mode of ours that does what this one does.
+COUNTERPARTS = {"torch-zero1": "zero1", "torch-fsdp-kept": "zero2", "torch-fsdp": "zero3"}
+
+
+@dataclasses.dataclass
+class Limit:
+    """What a flag can be, beside its type: one of `choices`, or a number of this range. Where the
+    flag `other` is none of `values`, this one does nothing, and is refused."""
+    choices: tuple | None = None
+    least: float = 0
+    most: float = 1e18
+    other: str | None = None
+    values: tuple = ()
+
+
+ABOVE_0 = 1e-9
+LIMITS = {
+    "mode": Limit(("single", "naive", "ddp", *STAGES, "torch-ddp", "torch-zero1", *FSDP)),
+    "max_steps": Limit(least=1, most=99_999_999),  # a checkpoint's name has eight digits
+    "threads": Limit(least=1, most=1024),
+    "timeout_s": Limit(least=ABOVE_0, most=1e6),
+    "keep_last": Limit(least=1),
+    "model": Limit(tuple(PRESETS)),
+    "n_layer": Limit(least=1),
+    "n_head": Limit(least=1),
+    "n_kv_head": Limit(least=1),
+    "n_embd": Limit(least=1),
+    "block_size": Limit(least=1),
+    "global_batch_size": Limit(least=1),
+    "micro_batch_size": Limit(least=1),
+    "memory_limit_gb": Limit(other="micro_batch_size", values=("auto",)),
+    "dtype": Limit(tuple(DTYPES)),
+    "param_dtype": Limit(tuple(DTYPES), other="mode", values=STAGES),
+    "reduce_dtype": Limit(tuple(DTYPES), other="mode", values=STAGES),
+    "bucket_cap_mb": Limit(least=ABOVE_0, most=1e6),
+    "comm_hook": Limit(("bf16", "powersgd", "topk", "hierarchical"), other="mode", values=("ddp",)),
+    "topk_ratio": Limit(least=ABOVE_0, most=1, other="comm_hook", values=("topk",)),
+    "node_size": Limit(least=1, other="comm_hook", values=("hierarchical",)),
+    "shard_size": Limit(least=1, other="mode", values=STAGES),
+    "offload": Limit(other="mode", values=STAGES),
+    "optimizer": Limit(("adamw", "muon")),
+    "beta1": Limit(most=0.99999),
+    "beta2": Limit(most=0.99999),
+}
 NEEDS_PACKAGE = {"tensorboard": "tensorboard", "wandb": "wandb", "init_from": "safetensors",
                  "export_hf": "safetensors"}
 # Flags that a run which resumes does not take from its checkpoint; and those that an evaluation
@@ -83,8 +112,9 @@ def add_flag(group, option, text):
         return
     kinds = getattr(option.type, "__args__", (option.type,))  # int | None -> (int, NoneType)
     kind = int_or_auto if kinds == (int, str) else kinds[0]
-    if option.name in CHOICES:
-        text += f": {', '.join(CHOICES[option.name])}"
+    limit = LIMITS.get(option.name)
+    if limit is not None and limit.choices is not None:
+        text += f": {', '.join(limit.choices)}"
     if option.default is not None:
         text += " [" + json.dumps(option.default).strip('"') + "]"
     group.add_argument(f"--{option.name}", type=kind, metavar=kind.__name__, help=text)
@@ -107,8 +137,8 @@ def parse_args(Config, text, argv):
     config = Config(**(saved | given))
     if config.mode is None:
         config.mode = "ddp" if "RANK" in os.environ else "single"
-    for name, (other, values) in BELONGS.items():
-        if name not in given and getattr(config, other) not in values:
+    for name, limit in LIMITS.items():
+        if name not in given and is_of_no_use(config, limit):
             setattr(config, name, getattr(Config, name))  # saved, but of no use any more
     for name, value in vars(config).items():
         check_value(parser, name, value)
@@ -138,15 +168,20 @@ def did_you_mean(words):
     return f": did you mean {' or '.join(words[:2])}?" if words else ""
 
 
+def is_of_no_use(config, limit):
+    """Whether a flag does nothing, because of another one."""
+    return limit.other is not None and getattr(config, limit.other) not in limit.values
+
+
 def check_value(parser, name, value):
     """End the process if a flag cannot have this value, whatever the others are."""
-    if name in CHOICES and value is not None and value not in CHOICES[name]:
-        similar = difflib.get_close_matches(value, CHOICES[name], cutoff=0.5)
+    limit = LIMITS.get(name, Limit())
+    if limit.choices is not None and value is not None and value not in limit.choices:
+        similar = difflib.get_close_matches(value, limit.choices, cutoff=0.5)
         hint = did_you_mean([f"--{name} {word}" for word in similar])
-        parser.error(f"--{name} {value} is none of {', '.join(CHOICES[name])}{hint}")
-    least = 1e-9 if name in POSITIVE else 0
-    most = AT_MOST.get(name, 1e18)
-    if isinstance(value, int | float) and not least <= value <= most:  # nan is in no range
+        parser.error(f"--{name} {value} is none of {', '.join(limit.choices)}{hint}")
+    is_number = isinstance(value, int | float)
+    if is_number and not limit.least <= value <= limit.most:  # nan is in no range
         parser.error(f"--{name} {value} is out of range")
 
 
@@ -195,22 +230,24 @@ def flags_of_checkpoint(Config, given):
     return saved
 
 
-def check(config):
+def check(config, device):
     """Raise ValueError on flags that contradict each other, or that this machine cannot serve. What
-    a single flag can be is in the tables above; sizes of the model are GPTConfig's to refuse."""
+    a single flag can be is in LIMITS; sizes of the model are GPTConfig's to refuse. Make the
+    folders that flags name."""
     W = dist.get_world_size()
     if config.mode == "single" and W > 1:
         raise ValueError(f"--mode single is one process, but torchrun started {W}")
-    for name, (other, values) in BELONGS.items():
+    for name, limit in LIMITS.items():
         is_given = getattr(config, name) != getattr(type(config), name)
-        if is_given and getattr(config, other) not in values:
-            raise ValueError(f"--{name} needs --{other} {' or '.join(values)}")
+        if is_given and is_of_no_use(config, limit):
+            raise ValueError(f"--{name} needs --{limit.other} {' or '.join(limit.values)}")
     for name in ("shard_size", "node_size"):
         n_ranks = getattr(config, name)
         if n_ranks is not None and W % n_ranks:
-            raise ValueError(f"--{name} {n_ranks} does not divide {W} ranks")
-    if config.optimizer == "muon" and config.mode in ("torch-zero1", *FSDP):
-        raise ValueError(f"--optimizer muon does not work with --mode {config.mode}: choose zero3")
+            raise ValueError(f"--{name} {n_ranks} does not divide {count(W, 'rank')}")
+    if config.optimizer == "muon" and config.mode in COUNTERPARTS:
+        raise ValueError(f"--optimizer muon does not work with --mode {config.mode}: choose "
+                         f"--mode {COUNTERPARTS[config.mode]}, which does the same")
     if config.dtype == "fp16" and config.comm_hook in ("powersgd", "topk"):
         raise ValueError(f"--dtype fp16 and --comm_hook {config.comm_hook}: choose bf16")
     if config.init_from and not os.path.isdir(config.init_from):
@@ -232,6 +269,12 @@ def check(config):
     for name, package in NEEDS_PACKAGE.items():
         if getattr(config, name) and not importlib.util.find_spec(package):
             raise ValueError(f"--{name} needs a package: pip install {package}")
+    if config.compile:
+        check_compiler(device)
+    if not config.eval_only:
+        make_folder("out_dir", config.out_dir)
+    if config.export_hf:
+        make_folder("export_hf", config.export_hf)
 
 
 def check_compiler(device):
@@ -245,3 +288,10 @@ def check_compiler(device):
         except RuntimeError as error:
             raise ValueError("--compile needs a C++ compiler: install g++ or clang, or set CXX to "
                              "the one that you have") from error
+
+
+def make_folder(flag, path):
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--{flag} {path!r}: {error.strerror}") from error

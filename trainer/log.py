@@ -21,14 +21,17 @@ from trainer.checkpoint import still_ours
 from trainer.ranks import gather, on_rank_0, say
 
 
-def introduce(gpt, tokens, config, device):
+def introduce(gpt, n_tokens, config, device):
     """Print what is trained, on what -> the device's name."""
     name = "CPU"
     if device.type != "cpu":
         name = torch.get_device_module(device).get_device_name()
     n_parameters = sum(p.numel() for p in gpt.parameters())
-    say(f"{n_parameters:,} parameters | {len(tokens):,} training tokens | {config.mode}, "
+    say(f"{n_parameters:,} parameters | {n_tokens:,} training tokens | {config.mode}, "
         f"W = {dist.get_world_size()}, {dist.get_backend()} on {name}")
+    if config.comm_hook in ("topk", "powersgd") and config.warmup_steps > 0:
+        say(f"--comm_hook {config.comm_hook} sends whole gradients until step "
+            f"{config.warmup_steps}, while the rate warms up: --warmup_steps 0 begins at once")
     return name
 
 
@@ -87,12 +90,12 @@ def finite(entry):
     return json.loads(json.dumps(entry), parse_constant=lambda constant: None)
 
 
-def print_step(entry, recent, config):
+def print_step(entry, recent, max_steps):
     """The line of a step. recent: the entries of the last steps, for the time that is left."""
     mfu = "-" if math.isnan(entry["mfu"]) else f"{100 * entry['mfu']:.1f}%"
     step_ms = np.mean([old["step_ms"] for old in recent])
-    minutes, seconds = divmod(round((config.max_steps - entry["step"]) * step_ms / 1e3), 60)
-    line = (f"step {entry['step']:5d}/{config.max_steps} | loss {entry['loss']:.4f} | "
+    minutes, seconds = divmod(round((max_steps - entry["step"]) * step_ms / 1e3), 60)
+    line = (f"step {entry['step']:5d}/{max_steps} | loss {entry['loss']:.4f} | "
             f"lr {entry['lr']:.2e} | grad norm {entry['grad_norm']:.3f} | "
             f"param norm {entry['param_norm']:.2f} | {entry['tokens_per_sec']:,.0f} tokens/s | "
             f"mfu {mfu} | {entry['mem_bytes'] / 1e9:.2f} GB | {minutes}m{seconds:02d}s left")
@@ -158,15 +161,30 @@ def start_trackers(config, mark, gpt, progress):
     return metrics, trackers
 
 
+def scalars(entry):
+    """{name: number} of all that metrics.jsonl has of a step: trackers draw numbers, not lists.
+    What is measured on each rank becomes step_ms_min, step_ms_mean, step_ms_max and so on."""
+    found = dict(entry)
+    of_ranks = found.pop("ranks", {})
+    for name, value in of_ranks.items():
+        if isinstance(value, list):
+            for kind, number in zip(("min", "mean", "max"), value):
+                found[f"{name}_{kind}"] = number
+        else:
+            found[f"{name}_rank"] = value
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def start_tensorboard(config, progress):
+    """Without the number of a step, which is the axis."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(f"{config.out_dir}/tensorboard", purge_step=progress["step"] + 1)
     atexit.register(writer.close)
 
     def add_scalars(entry):
-        for name, value in entry.items():
-            if isinstance(value, int | float):
+        for name, value in scalars(entry).items():
+            if name != "step":
                 writer.add_scalar(name, value, entry["step"])
 
     return add_scalars
@@ -181,7 +199,7 @@ def start_wandb(config, progress):
                      dir=config.out_dir, config=vars(config))
 
     def log(entry):
-        run.log(entry, step=entry["step"])
+        run.log(scalars(entry), step=entry["step"])
 
     return log
 
@@ -201,10 +219,11 @@ def start_profiler(config, gpt):
 
     # Two steps are left out, in which buffers are made; the second warms the profiler up.
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=config.profile or 1, repeat=1)
-    profiler = torch.profiler.profile(schedule=schedule,
-                                      on_trace_ready=print_trace if config.trace else export_trace)
+    when_ready = export_trace
     if config.trace:
+        when_ready = functools.partial(print_trace, config.mode)
         name_blocks(gpt)
+    profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=when_ready)
     profiler.start()
     atexit.register(profiler.stop)  # if the run ends before, a file has what there is
     return end_step
@@ -226,7 +245,7 @@ def name_blocks(gpt):
         block.register_full_backward_pre_hook(functools.partial(note_backward, f"blocks.{i}"))
 
 
-def print_trace(profiler):
+def print_trace(mode, profiler):
     """Print the ranges of the step that was profiled, rank after rank, with the time since the
     first of them, and how long a wait took. A collective. On an accelerator these are the times of
     the CPU, which runs ahead of the device, and waits for it only where it needs a number."""
@@ -246,6 +265,11 @@ def print_trace(profiler):
             lines.append(f"rank {dist.get_rank()} {ms:9.1f} ms  {name}{took}")
         if kind == "update":
             n_lines = len(lines)
-    say("what each rank did in this step, by its own clock:")
+    title = "what each rank did in this step, by its own clock"
+    if mode == "single":
+        title += "; one process sends nothing"
+    elif mode != "ddp" and not mode.startswith("zero"):
+        title += f"; what {mode} sends has no name here"
+    say(f"{title}:")
     for lines_of_rank in gather(lines[:n_lines]):
         say("\n".join(lines_of_rank))

@@ -15,12 +15,17 @@ kinds of failures end a process, see `run`:
 """
 
 import contextlib
+import ctypes
 import datetime
+import gc
 import hashlib
 import os
+import re
 import signal
+import socket
 import sys
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -30,13 +35,14 @@ class Stop(Exception):
     """All ranks stop here, for a reason that is said in one line."""
 
 
-def start_process_group(config):
-    """Join the other ranks, of which there are none without torchrun -> this rank's device, and a
-    store that lives as long as torchrun does. Raises Stop if there is no such --device, or fewer
-    than ranks on this host, since two cannot share one."""
-    torch.set_num_threads(config.threads)
-    rank = int(os.environ.get("RANK", 0))
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
+def count(n, noun):
+    """1 rank, 2 ranks."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def choose_device(kind):
+    """--device, None for the accelerator, if any -> this rank's torch.device. Raises Stop if there
+    is no such device, or fewer than ranks on this host, since two cannot share one."""
     n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     n_devices = {"cpu": 1024}
     default = "cpu"
@@ -45,26 +51,58 @@ def start_process_group(config):
     if accelerator and dist.get_default_backend_for_device(accelerator) != "gloo":
         default = accelerator.type
         n_devices[default] = torch.accelerator.device_count()
-    kind = default if config.device is None else config.device
+    if kind is None:
+        kind = default
     n = n_devices.get(kind, 0)
     if n == 0:
         raise Stop(f"--device {kind} is not on this machine: choose {' or '.join(n_devices)}")
     if n_local > n:
-        raise Stop(f"--device {kind}: torchrun started {n_local} ranks here, for {n} devices")
-    device = torch.device("cpu")
-    if kind != "cpu":
-        device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-        torch.accelerator.set_device_index(device.index)
-    timeout = datetime.timedelta(seconds=config.timeout_s)
+        raise Stop(f"--device {kind}: torchrun started {count(n_local, 'rank')} here, for "
+                   f"{count(n, 'device')}")
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def start_process_group(device, timeout_s):
+    """Join the other ranks, of which there are none without torchrun -> a store that lives as long
+    as torchrun does. Raises Stop if they do not come within timeout_s."""
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    timeout = datetime.timedelta(seconds=timeout_s)
     torchrun_store = store = dist.HashStore()
     if "RANK" in os.environ:
-        is_ours = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        torchrun_store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
-                                       is_master=is_ours, timeout=timeout, wait_for_workers=False)
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        has_agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_agent(address if has_agents_store else None)
+        is_host = rank == 0 and not has_agents_store
+        torchrun_store = dist.TCPStore(*address, is_master=is_host, timeout=timeout,
+                                       wait_for_workers=False)
         store = meet(torchrun_store, rank, world_size, timeout)
     dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
                             world_size=world_size, timeout=timeout)
-    return device, torchrun_store
+    return torchrun_store
+
+
+def end_with_agent(address):
+    """Let Linux send this rank a SIGTERM when torchrun's agent, its parent, ends, however it ends.
+    (An agent that is stopped while it starts its ranks leaves without a word to them, torch 2.13,
+    and one that is killed always does.)
+
+    address: (host, port) of the agent's store, None if there is none. Where nobody answers there,
+    the agent has gone before this line, and Stop is raised.
+    """
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if address is not None:
+        try:
+            socket.create_connection(address, timeout=60).close()
+        except ConnectionRefusedError as error:
+            raise Stop("torchrun has ended") from error
 
 
 def meet(store, rank, world_size, timeout):
@@ -119,8 +157,8 @@ def together(function, *arguments):
     result = problem = None
     try:
         result = function(*arguments)
-    except (ValueError, OSError, RuntimeError) as error:
-        problem = str(error)
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        problem = one_line(error)
     for rank, found in enumerate(gather(problem)):
         if found is not None:
             raise Stop(f"rank {rank}: {found}" if rank else found)
@@ -166,6 +204,43 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, dist.tensor.DTensor) else tensor
 
 
+# -------------------------------------------------------------------------------------------------
+# how a run ends
+
+OUT_OF_MEMORY = "out of memory"
+
+
+def run(main, read_flags, progress):
+    """main(read_flags(), progress), and what becomes of its errors -> exit status.
+
+    progress: a dict, in which main notes its "step", and an "entry" when the first one is made.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a sample may have any character
+    # Where a forward fails, so do hooks that are called always: torch says so before our line.
+    warnings.filterwarnings("ignore", message=".*``always_call=True`` raised an exception")
+    config = read_flags()
+    try:
+        status = main(config, progress)
+    except Stop as error:
+        text = str(error)
+        refuse(text + what_takes_less(text, config), 1 if progress["entry"] else 2)
+    except Exception as error:
+        if not explains_itself(error):
+            sys.excepthook(*sys.exc_info())
+        rank = os.environ.get("RANK", 0)
+        text = one_line(error)
+        complain(f"rank {rank} failed in step {progress['step']}: {type(error).__name__}: {text}"
+                 f"{what_takes_less(text, config)}")
+        os._exit(1)  # at once, which closes its connections: that is how other ranks come to know
+    # FSDP2's modules hold the group in a cycle: uncollected, its threads outlive the interpreter.
+    gc.collect()
+    dist.destroy_process_group()
+    drop_unwritten()
+    return status
+
+
 def drop_unwritten():
     """Give up what a full disk has not taken of the log, or Python would end with status 120."""
     for stream in (sys.stdout, sys.stderr):
@@ -182,14 +257,34 @@ def refuse(error, status=2):
         # has failed, no SIGTERM comes, and it prints the line itself.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(5)
-    with contextlib.suppress(OSError):  # a full disk
-        print(f"train.py: {one_line(error)}", file=sys.stderr, flush=True)
+    complain(one_line(error))
     os._exit(status)
 
 
+def complain(text):
+    with contextlib.suppress(OSError):  # a full disk
+        print(f"train.py: {text}", file=sys.stderr, flush=True)
+
+
 def one_line(error):
-    """Its text, of which a compiler's may be very long."""
-    return " ".join(str(error).split())[:2000]
+    """Its text, of which a compiler's may be very long, and the CPU's allocator has a poor one."""
+    text = " ".join(str(error).split())[:2000]
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+        asked = re.search(r"allocate (\d+) bytes", text)
+        size = f": {1e-9 * int(asked[1]):,.2f} GB more were asked for" if asked else ""
+        return OUT_OF_MEMORY + size
+    return text
+
+
+def what_takes_less(text, config):
+    """What to change where memory is out, by an error's text; else nothing."""
+    if OUT_OF_MEMORY not in text:
+        return ""
+    advice = ["a smaller --micro_batch_size", "--activation_checkpointing"]
+    if config.mode != "zero3":
+        advice.append("--mode zero3 on more ranks")
+    return (f" (--mode {config.mode}, --micro_batch_size {config.micro_batch_size}). What takes "
+            f"less: {', '.join(advice)}, or a smaller model")
 
 
 def explains_itself(error):
@@ -197,5 +292,6 @@ def explains_itself(error):
     another rank has died or hangs. Only the text tells: gloo raises plain RuntimeErrors."""
     if isinstance(error, (dist.DistError, torch.OutOfMemoryError)):
         return True
-    words = ("onnection", "imed out", "gloo", "pair closure")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    words = ("onnection", "imed out", "gloo", "pair closure", OUT_OF_MEMORY)
+    is_plain = isinstance(error, (RuntimeError, MemoryError))
+    return is_plain and any(word in one_line(error) for word in words)
