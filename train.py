@@ -164,14 +164,15 @@ def main(config, progress):
     torch.set_num_threads(config.threads)
     torchrun_store = start_process_group(device, config.timeout_s)
     together(check, config, device)
-    with claim(config, torchrun_store) as mark:  # out_dir is this run's
-        return train(config, progress, device, mark, torchrun_store)
-
-
-def train(config, progress, device, mark, torchrun_store):
-    """What `main` does between its first line and its last -> exit status. A collective."""
-    # 1) tokenizer, data and `gpt`, the model without any wrapper, which are the same on all ranks
     tokenizer, gpt, tokens, val_tokens = together(prepare, config)
+    with claim(config, torchrun_store) as mark:  # out_dir is this run's
+        return train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens,
+                     val_tokens)
+
+
+def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens, val_tokens):
+    """What `main` does once it has met the other ranks -> exit status. A collective."""
+    # 1) tokenizer, data and `gpt`, the model without any wrapper, are the same on all ranks
     facts = facts_of_run(config, gpt, tokens)
     check_ranks_agree(vars(config) | facts | facts_of_start(mark, val_tokens, config))
     if config.micro_batch_size == "auto":

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tests.runs import finish, lines_of, write_line
+from tests.runs import ask, finish, lines_of, write_line
 from trainer.data import global_batch
 
 
@@ -65,3 +65,20 @@ def test_data_and_rates_are_as_promised(tmp_path):
     assert epochs[0] != epochs[1], "epochs are alike, or y is x"
     for epoch in epochs:
         assert len(set(epoch)) == len(epoch), "a sample came twice"
+
+
+def test_losses_can_be_compared(tmp_path):
+    """val_loss is the same to the last bit for all micro batches, numbers of ranks and modes that
+    have equal weights, also where they do not divide; and it is the mean over the first blocks."""
+    out = tmp_path / "out"
+    finish(out, save_interval=4, eval_steps=7)
+    losses = set()
+    for W, mode, m in ((1, "single", 1), (1, "single", 2), (1, "zero3", 4), (1, "ddp", 7),
+                       (1, "single", 16), (2, "zero2", 1), (2, "torch-fsdp", 3), (3, "zero3", 2),
+                       (3, "naive", 1), (4, "zero1", 1), (2, "torch-ddp", 5)):
+        losses.add(ask(out / "step_00000004", W, mode=mode, micro_batch_size=m)["val_loss"])
+    assert len(losses) == 1, losses
+    fewer = ask(out / "step_00000004", eval_steps=1)["val_loss"]
+    assert {fewer} != losses, "--eval_steps changes nothing"
+    all_blocks = [ask(out / "step_00000004", eval_steps=n)["val_loss"] for n in (10**6, 2 * 10**6)]
+    assert all_blocks[0] == all_blocks[1] and {all_blocks[0]} != losses

@@ -172,8 +172,8 @@ def save_checkpoint(mark, tensors, record, metrics):
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
         on_rank_0((unfinished / RECORD).write_text, json.dumps(record, indent=1))
         on_rank_0((unfinished / SUMS).write_text, "\n".join(checksums(unfinished)))
-        on_rank_0(publish, mark, unfinished, folder, metrics)
-        on_rank_0(tidy, mark, record["best_step"], record["config"]["keep_last"])
+        on_rank_0(while_ours, publish, mark, unfinished, folder, metrics)
+        on_rank_0(while_ours, tidy, mark, record["best_step"], record["config"]["keep_last"])
         return True
     except (dcp.CheckpointException, Stop) as error:
         # The last line, since dcp's error has the tracebacks of all ranks.
@@ -275,7 +275,8 @@ def resume(config, mark, tensors, facts, torchrun_store):
         record |= dict(best_step=0, best_val_loss=math.inf)  # the best one is not here
     elif config.resume == "auto":
         say(f"no checkpoint in {out_dir}: a new run begins")
-    on_rank_0(rewind, mark, past, is_in_out_dir or is_restart, config.timeout_s)
+    on_rank_0(while_ours, rewind, mark, past, is_in_out_dir or is_restart, config.timeout_s)
+    on_rank_0(touch, mark, 0 if record is None else record["step"])
     # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
     on_rank_0(torchrun_store.set, "begun", "")
     return record
@@ -311,7 +312,8 @@ def rewind(mark, past, keeps_metrics, timeout_s):
         path.rename(aside / path.name)
     remove_other_marks(mark, timeout_s)
     for unfinished in out_dir.glob(".tokens-*"):  # of one that was killed while it tokenized
-        unfinished.unlink()
+        if age_s(unfinished, mark) > timeout_s:
+            unfinished.unlink()
     tidy(mark, past["best_step"], sys.maxsize)
     # Another file in its place, even if nothing changes: a run that is still there has it open.
     metrics = out_dir / "metrics.jsonl"
@@ -345,7 +347,7 @@ def say_contents(out_dir):
         n_bytes = 0
         for file in (path, *path.rglob("*")):
             with contextlib.suppress(OSError):  # another run may move it
-                n_bytes += file.lstat().st_size
+                n_bytes += file.stat().st_size if file.is_file() else 0
         size = f"{n_bytes / 1e6:,.2f} MB"
         if path.name == best:
             size += ", the best"
@@ -389,7 +391,7 @@ def claim(config, torchrun_store):
     # The same in all starts by one torchrun, which may leave marks of ranks that were killed.
     torchrun = torchrun_store.compare_set("run", "", drawn).decode()
     try:
-        on_rank_0(make_mark, mark, torchrun, takes_over, config.timeout_s)
+        on_rank_0(while_ours, make_mark, mark, torchrun, takes_over, config.timeout_s)
         yield mark
     finally:
         if dist.get_rank() == 0:
@@ -403,8 +405,8 @@ def make_mark(mark, torchrun, takes_over, timeout_s):
     First make, then look: so of two runs that begin at once at least one sees the other, and the
     one that has made its mark later stands back.
     """
-    mark.mkdir()
     path = mark / "mark"
+    path.parent.mkdir()
     path.touch()
     # A file in the folder, and this is what counts: the folder alone dcp would make anew as it
     # writes a checkpoint there, when a later run has removed it.
@@ -431,18 +433,22 @@ def leave(mark, number, frame):
     signal.raise_signal(number)
 
 
+def age_s(path, mark):
+    """Seconds since a file of out_dir was changed, by the file system's own clock."""
+    os.utime(mark / "mark")
+    return (mark / "mark").stat().st_mtime - path.stat().st_mtime
+
+
 def others_alive(mark, timeout_s):
     """The facts of all other marks in out_dir that were touched less than timeout_s ago, with their
     "name" and "age_s"."""
     still_ours(mark)
-    os.utime(mark / "mark")
-    now_s = (mark / "mark").stat().st_mtime
     found = []
     for path in mark.parent.glob(".run_*/mark"):
         facts = dict(host="unknown", pid="unknown", step="unknown", torchrun=None,
                      takes_over=False, made_ns=0, name=path.parent.name)  # where it says nothing
         try:
-            facts["age_s"] = now_s - path.stat().st_mtime
+            facts["age_s"] = age_s(path, mark)
             facts |= json.loads(path.read_text())
         except FileNotFoundError:
             continue
@@ -462,6 +468,16 @@ def touch(mark, step):
             file.seek(0)
             json.dump(facts | dict(step=step), file)  # in place: it is never shorter than before
     return is_ours(mark)
+
+
+def while_ours(function, mark, *arguments):
+    """function(mark, *arguments). Where that fails since a later run has removed the mark, so that
+    a file in it is not there, the error says so."""
+    try:
+        return function(mark, *arguments)
+    except FileNotFoundError:
+        still_ours(mark)
+        raise
 
 
 def is_ours(mark):

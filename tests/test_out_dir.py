@@ -1,0 +1,303 @@
+"""train.py: one run at a time in an out_dir, and no rank without its torchrun."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.params import ROOT
+from tests.runs import (FORK, ask, finish, flags, in_update, lines_of, refused, run_train, saved,
+                        start_again, this_rank)
+from tests.test_checkpoint import contents, view_of
+from tests.test_faults import freeze
+from tests.test_runs import under_torchrun
+from trainer import checkpoint, ranks
+
+
+def freeze_rank_0(folder):
+    """Plant a stop in the third update of rank 0, for which others wait."""
+    if this_rank() == 0:
+        freeze("torch.optim.AdamW.step", 3, folder)
+
+
+class Frozen:
+    """A run in out_dir that stops in its third update, until it is told to go on."""
+
+    def __init__(self, folder, out, W=1, **options):
+        self.pool = ThreadPoolExecutor(1)
+        plant = partial(freeze_rank_0, folder)
+        self.end = self.pool.submit(run_train, out, W, plant=plant, save_interval=1, **options)
+        number = folder / "frozen"
+        while not (number.exists() and number.read_text()):
+            assert not self.end.done(), self.end.result()
+            time.sleep(0.01)
+        self.pid = int(number.read_text())
+        [self.mark] = out.glob(".run_*/mark")
+
+    def go_on(self):
+        """-> how the run ends."""
+        os.kill(self.pid, signal.SIGCONT)
+        return self.end.result()
+
+
+def age(mark, seconds):
+    """As a host whose clock is off would stamp a mark, or as time does."""
+    then = mark.stat().st_mtime + seconds
+    os.utime(mark, (then, then))
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_second_run_is_refused(n_ranks, tmp_path):
+    """While a run is alive, another one that begins anew is refused in one line with host, pid and
+    step, and leaves all as it was. So is one that would go on from another folder, and a restart
+    by torchrun: a run that took over has the right. The first run ends as if nothing was."""
+    out = tmp_path / "out"
+    mode = "single" if n_ranks == 1 else "zero2"
+    first = Frozen(tmp_path, out, n_ranks, mode=mode)
+    finish(tmp_path / "other", save_interval=4)
+    before = view_of(out)  # of all that is in it
+    fact = rf"a run is alive: host {socket.gethostname()}, pid \d+, step 2, .*--resume auto"
+    refused(fact, out, n_ranks, mode=mode)
+    refused(fact, out, resume=tmp_path / "other/step_00000004")
+    refused(fact, out, 2, mode="ddp", resume="auto", plant=start_again)
+    assert view_of(out) == before, "something has changed"
+    ended = first.go_on()
+    assert ended.codes == [0] * n_ranks, ended
+    assert [entry["step"] for entry in lines_of(out / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_run_takes_over(tmp_path):
+    """--resume auto goes on from the newest checkpoint of a run that is alive. That run stops, says
+    why, and leaves the folder to the later one."""
+    out = tmp_path / "out"
+    first = Frozen(tmp_path, out)
+    found = finish(out, resume="auto", save_interval=1)
+    ended = first.go_on()
+    assert ended.codes == [1] and "a later run has begun" in ended.stderr[0], ended
+    assert found["steps"] == 4 and saved(out)[-1] == 4
+    assert ask("auto", out_dir=out)["param_sha256"] == found["param_sha256"]
+    assert not [*out.glob(".run_*")]
+
+
+@pytest.mark.parametrize("seconds, is_alive", [(-3600, False), (3600, True)])
+def test_marks_have_an_age(seconds, is_alive, tmp_path):
+    """A mark that was touched an hour ago is of a dead run, or of one whose host stamps files an
+    hour too early: a new run begins, nothing is lost, and the first one stops when it wakes up. One
+    from the future is of a run that is alive."""
+    out = tmp_path / "out"
+    first = Frozen(tmp_path, out)
+    age(first.mark, seconds)
+    if is_alive:
+        refused("a run is alive", out)
+        assert first.go_on().codes == [0]
+        return
+    before = contents(out / "step_00000002")
+    found = finish(out, save_interval=1, lr=0.02)
+    ended = first.go_on()
+    assert ended.codes == [1] and "a later run has begun" in ended.stderr[0], ended
+    assert before <= contents(tmp_path), "the first run's checkpoint is lost"
+    assert ask("auto", out_dir=out)["param_sha256"] == found["param_sha256"]
+
+
+def die(*_):
+    signal.raise_signal(signal.SIGKILL)
+
+
+def test_a_dead_run_is_forgotten(tmp_path):
+    """A run that was killed counts as alive for --timeout_s, and the line says so. Then another one
+    may begin. --resume auto need not wait."""
+    out = tmp_path / "out"
+    for n in (3, 1):  # updates of each run
+        killed = run_train(out, plant=partial(in_update, n, 0, die), save_interval=1,
+                           resume="auto")
+        assert killed.codes == [-signal.SIGKILL], killed
+    refused("step 2, .*killed counts as alive for --timeout_s 120", out)
+    time.sleep(0.5)
+    finish(out, timeout_s=0.5)
+
+
+def at_once(folder, n):
+    """Plant a wait for n runs at the place where they look at each other's marks, and a long first
+    step."""
+    real = checkpoint.make_mark
+
+    def make_mark(*arguments):
+        (folder / str(os.getpid())).touch()
+        while len(os.listdir(folder)) < n:
+            time.sleep(0.001)
+        real(*arguments)
+
+    checkpoint.make_mark = make_mark
+    in_update(1, None, time.sleep, 1)
+
+
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_of_two_starts_one_runs(resume, tmp_path):
+    """Of runs that start at the same moment one goes on, as if it were alone; the others end with
+    status 2. With --resume auto the last one may stop another one after its first step."""
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        meeting = folder / "meeting"
+        meeting.mkdir(parents=True)
+        out = folder / "out"
+
+        def start(_):
+            return run_train(out, plant=partial(at_once, meeting, 3), save_interval=1,
+                             resume=resume)
+
+        with ThreadPoolExecutor(3) as pool:
+            ended = [*pool.map(start, range(3))]
+        codes = sorted(run.codes[0] for run in ended)
+        assert codes[0] == 0 and set(codes[1:]) <= {1, 2}, [*map(str, ended)]
+        assert resume is not None or codes == [0, 2, 2], [*map(str, ended)]
+        for run in ended:
+            if run.codes[0]:
+                assert re.search("is alive|a later run has begun", run.stderr[0]), run
+        steps = [entry["step"] for entry in lines_of(out / "metrics.jsonl")]
+        assert steps == [1, 2, 3, 4], steps
+        assert not [*out.glob(".run_*")]
+
+
+def signal_in_resume(number):
+    """Plant a signal before the first step."""
+    def resume(*_):
+        signal.raise_signal(number)
+
+    checkpoint.resume = resume
+
+
+def test_a_mark_goes_with_its_run(tmp_path):
+    """A run that ends by a mistake, an error or a signal before its first step leaves no mark, so
+    that the next one can begin at once."""
+    out = tmp_path / "out"
+    finish(out, save_interval=4)
+    refused("n_embd", out, resume="auto", n_embd=32)
+    assert not [*out.glob(".run_*")]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        ended = run_train(out, plant=partial(signal_in_resume, number))
+        assert ended.codes == [-number] and not ended.stderr[0], ended
+        assert not [*out.glob(".run_*")]
+    run_train(out, 2, mode="zero2", plant=partial(in_update, 2, 1, os.kill, os.getpid(), 0))
+    ended = run_train(out, plant=partial(in_update, 2, 0, os.open, "/no/such", 0))
+    assert ended.codes == [1], ended
+    assert not [*out.glob(".run_*")]
+    finish(out)
+
+
+def die_before_it_begins(folder):
+    """Plant a death of rank 0 in its first start, when it has made a mark and nothing else."""
+    real = dist.distributed_c10d.all_gather_object
+
+    def gather(*arguments, **options):
+        has_mark = [*folder.glob("out/.run_*")]
+        if has_mark and not (folder / "died").exists() and dist.get_rank() == 0:
+            (folder / "died").touch()
+            die()
+        return real(*arguments, **options)
+
+    dist.all_gather_object = gather
+
+
+def test_torchrun_starts_again_at_once(tmp_path):
+    """A restart is not refused because of the mark of its own run, which was killed."""
+    options = dict(mode="zero2", resume=None, out_dir=tmp_path / "out", save_interval=4)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    agent = FORK.Process(target=under_torchrun, kwargs=options,
+                         args=(tmp_path, partial(die_before_it_begins, tmp_path), 2, 1, store.port))
+    agent.start()
+    agent.join(60)
+    assert (tmp_path / "died").exists()
+    assert agent.exitcode == 0, (tmp_path / "agent").read_text()[-2000:]
+    assert saved(tmp_path / "out")[-1] == 4
+
+
+def is_there(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def end_of_ranks(agent, stopped, within_s):
+    """Wait for the end of torchrun's ranks, of which one was stopped."""
+    assert any(is_there(pid) for pid in agent.ranks), "they ended before"
+    time.sleep(0.5)
+    os.kill(stopped, signal.SIGCONT)
+    deadline = time.monotonic() + within_s
+    while any(is_there(pid) for pid in agent.ranks):
+        assert time.monotonic() < deadline, "some outlive torchrun"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_end_with_their_agent(number, tmp_path):
+    """When torchrun is killed, or told to end, its ranks finish the step, save, and leave, within
+    seconds; also if one of them was stopped when that happened. torchrun itself starts them here,
+    since it gives each a session of its own."""
+    out = tmp_path / "out"
+    metrics = out / "metrics.jsonl"
+    words = flags(mode="zero2", out_dir=out, max_steps=10**6, global_batch_size=4, eval_interval=0,
+                  save_interval=10**6, check_interval=0)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    with open(tmp_path / "log", "w") as log:
+        agent = subprocess.Popen([*command, ROOT / "train.py", *words], stdout=log, stderr=log)
+    try:
+        while not (metrics.exists() and metrics.read_text()):
+            assert agent.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        children = pathlib.Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
+        agent.ranks = [int(word) for word in children.read_text().split()]
+        os.kill(agent.ranks[1], signal.SIGSTOP)
+        agent.send_signal(number)
+        if number == signal.SIGKILL:
+            agent.wait()
+        end_of_ranks(agent, agent.ranks[1], within_s=10)
+    finally:
+        agent.kill()
+        agent.wait()
+    n_steps = lines_of(metrics)[-1]["step"]
+    assert saved(out) == [n_steps], (tmp_path / "log").read_text()[-2000:]
+    assert "stopped by a signal" in (tmp_path / "log").read_text()
+
+
+def test_ranks_do_not_wait_for_an_agent_that_has_gone():
+    """If torchrun ends before its ranks have begun, they leave at once."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        address = listener.getsockname()
+    with mock.patch("ctypes.CDLL"), pytest.raises(ranks.Stop, match="torchrun has ended"):
+        ranks.end_with_agent(address)
+
+
+def test_the_end_says_what_lies_there(tmp_path):
+    """With its size, before the result."""
+    out = tmp_path / "out"
+    found = finish(out, save_interval=2)
+    [line] = re.findall(rf"^in {out}: (.*)$", found["stdout"], re.M)
+    best = (out / "best").resolve().name
+    for name in ("step_00000003", "step_00000004", "metrics.jsonl", "tokens"):
+        note = ", the best" if name == best else ""
+        assert re.search(rf"{name}\S* \(\d\.\d\d MB{note}\)", line), line
+    n_bytes = sum(path.stat().st_size for path in (out / "step_00000004").iterdir())
+    assert f"step_00000004 ({n_bytes / 1e6:.2f} MB" in line, line
+
+
+def test_a_mark_says_whose_it_is(tmp_path):
+    """It has host, process and step of a run, and is touched after each step."""
+    out = tmp_path / "out"
+    first = Frozen(tmp_path, out)
+    facts = json.loads(first.mark.read_text())
+    assert (facts["host"], facts["pid"], facts["step"]) == (socket.gethostname(), first.pid, 2)
+    first.go_on()
