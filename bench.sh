@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
 # Tables of how equal, how fast and how large the modes are, beside what ships with torch.
 #
-#     ./bench.sh bits             the param_sha256 of every mode at 1, 2, 3, 4, 6 and 12 ranks
-#     ./bench.sh modes            time and memory of every mode, of torch's and of DeepSpeed's
-#     ./bench.sh muon             the same of Muon beside AdamW, on a small model
+#     ./bench.sh bits             the param_sha256 of every mode at 1, 2, 3, 4, 6 and 12 ranks:
+#                                 10 minutes
+#     ./bench.sh modes            time and memory of every mode, of torch's and of DeepSpeed's:
+#                                 30 minutes
+#     ./bench.sh muon             the same of Muon beside AdamW, on a small model: 10 minutes
 #     ./bench.sh memory           parameters, gradients and optimizer state of a rank, drawn in
-#                                 assets/memory.svg (matplotlib)
-#     ./bench.sh scaling          weak and strong scaling
-#     ./bench.sh link 1gbit       two hosts with a slow link between them (Linux, root, iproute2)
-#     ./bench.sh gpu              all that an accelerator has to show: equal bits, speed, overlap
+#                                 assets/memory.svg (matplotlib): 5 minutes
+#     ./bench.sh scaling          weak and strong scaling: 20 minutes
+#     ./bench.sh link 1gbit       two hosts with a slow link between them (Linux, root, iproute2):
+#                                 5 minutes a rate
+#     ./bench.sh gpu              all that an accelerator has to show, equal bits, speed, overlap:
+#                                 3 minutes on two simulated devices
 #     ./bench.sh timeline 1gbit   pictures of a step in time, in assets/, over such a link; without
-#                                 a rate over loopback (matplotlib)
+#                                 a rate over loopback (matplotlib): 5 minutes
+#
+# Times are those of two cores.
 #
 # Options, then any flags of train.py, --micro_batch_size among them:
 #     --worlds "1 2 4"                    numbers of ranks
@@ -18,8 +24,8 @@
 #     --modes "ddp zero3 torch-fsdp"      these rows only
 #
 # Replaces a benchmark harness by a loop: for each round, label, W and row one run of train.py. Its
-# RESULT line goes to out/bench/COMMAND.jsonl. REPORT makes Markdown tables of these lines, in
-# out/bench/COMMAND.md. A row that fails says why, the others still run, and the exit status is 1.
+# RESULT line goes to out/bench/COMMAND.jsonl. assets/tables.py makes Markdown tables of these lines,
+# in out/bench/COMMAND.md. A row that fails says why, the others still run, and the exit status is 1.
 #
 # Runs by themselves scatter by up to 20 % on a shared machine. So each round runs every row once,
 # and a cell is the median of the rounds, with the quartiles beside it. All but gpu run on the CPU,
@@ -28,8 +34,7 @@
 # modes has the rows deepspeed1, deepspeed2 and deepspeed3 where the package deepspeed is installed:
 # pip install deepspeed. On a CPU it also needs a C++ compiler.
 #
-# Cost on two cores: modes half an hour, scaling 20 minutes, bits and muon 10, the others about 5;
-# gpu 3 on two simulated devices, where it takes the tiny model since they have little memory.
+# gpu takes the tiny model where devices have little memory, as simulated ones do.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -42,7 +47,7 @@ die() {
 
 usage() { sed -n '2,/^# Replaces/s/^# \{0,1\}//p' bench.sh | sed '$d' >&2; }
 
-ask_torch() { python -c "import torch; print($1)"; }
+ask() { python assets/tables.py ask "$@"; }
 
 # -------------------------------------------------------------------------------------------------
 # Commands. ROWS: each is a mode, and flags of its own. LABELS: each row runs once for each of them.
@@ -68,7 +73,7 @@ bits)
     ;;
 modes)
     ROWS=(single naive torch-ddp ddp torch-zero1 zero1 torch-fsdp-kept zero2 torch-fsdp zero3)
-    if python -c 'import deepspeed' &> /dev/null; then
+    if ask has deepspeed; then
         ROWS+=(deepspeed1 deepspeed2 deepspeed3)
     fi
     FLAGS+=("${SMALL[@]}")
@@ -81,7 +86,7 @@ muon)  # Muon multiplies in bf16, for which most CPUs take long: hence train.py'
     FLAGS+=(--block_size 64 --max_steps 8)
     ;;
 memory)
-    python -c 'import matplotlib' &> /dev/null || die "memory draws: pip install matplotlib"
+    ask has matplotlib || die "memory draws: pip install matplotlib"
     WORLDS=4
     ROUNDS=1
     ROWS=(ddp zero1 zero2 zero3)
@@ -104,11 +109,9 @@ link)
     FLAGS+=("${SMALL[@]}")
     ;;
 gpu)
-    DEVICE=$(ask_torch 'torch.accelerator.current_accelerator(check_available=True).type' \
-        2> /dev/null) || die "gpu: torch finds no accelerator here"
-    N=$(ask_torch 'torch.accelerator.device_count()')
-    GIGABYTES=$(ask_torch 'torch.accelerator.get_memory_info()[1] // 10**9')
-    MACHINE="$N x $(ask_torch 'torch.get_device_module().get_device_name()'), "
+    FOUND=$(ask accelerator) || die "gpu: torch finds no accelerator here"
+    read -r DEVICE N GIGABYTES NAME <<< "$FOUND"
+    MACHINE="$N x $NAME, "
     WORLDS="1 $N"
     ROUNDS=1
     SIZE=gpt2
@@ -132,7 +135,7 @@ gpu)
     FLAGS+=(--model "$SIZE" --device "$DEVICE" --max_steps 12)
     ;;
 timeline)  # computing takes about as long as communicating
-    python -c 'import matplotlib' &> /dev/null || die "timeline draws: pip install matplotlib"
+    ask has matplotlib || die "timeline draws: pip install matplotlib"
     WORLDS=2
     ROUNDS=1
     ROWS=(ddp zero1 zero3)
@@ -157,170 +160,6 @@ batch_size() {  # LABEL W
     *) echo $(($2 * MICRO_BATCH_SIZE)) ;;
     esac
 }
-
-# -------------------------------------------------------------------------------------------------
-# REPORT COMMAND: RESULT lines -> Markdown
-read -r -d '' REPORT <<'PYTHON' || true
-import json
-import sys
-
-import numpy as np
-
-# What does the same in torch.
-COUNTERPARTS = {"naive": "torch-ddp", "ddp": "torch-ddp", "zero1": "torch-zero1",
-                "zero2": "torch-fsdp-kept", "zero3": "torch-fsdp", "deepspeed1": "torch-zero1",
-                "deepspeed2": "torch-fsdp-kept", "deepspeed3": "torch-fsdp"}
-
-command = sys.argv[1]
-runs = {}  # (label, row, W) -> RESULTs, one a round
-for line in open(f"out/bench/{command}.jsonl"):
-    run = json.loads(line)
-    if "failed" in run:
-        print(f"Failed: {run['row']}, W={run['W']} {run['label']}: {run['failed']}\n")
-    else:
-        key = run["label"], run["row"], run["W"]
-        runs.setdefault(key, []).append(run)
-labels = list(dict.fromkeys(label for label, row, W in runs))
-rows = list(dict.fromkeys(row for label, row, W in runs))
-worlds = sorted({W for label, row, W in runs})
-
-
-# -> median, first and third quartile over the rounds, nan where there is nothing
-def quartiles(key, name):
-    values = [run.get(name) for run in runs.get(key, [])]
-    numbers = [value for value in values if value is not None]
-    if not numbers:
-        return [np.nan, np.nan, np.nan]
-    return np.quantile(numbers, (0.5, 0.25, 0.75))
-
-
-def median(key, name):
-    return quartiles(key, name)[0]
-
-
-def cell(value):
-    if isinstance(value, (str, int)):
-        return str(value)
-    if np.isnan(value):
-        return "-"
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.2f}"
-
-
-# Leaves out columns in which there is nothing.
-def print_table(head, lines):
-    texts = [[cell(value) for value in line] for line in lines]
-    kept = []
-    for place in range(len(head)):
-        if any(line[place] != "-" for line in texts):
-            kept.append(place)
-    for line in [head, ["---"] * len(head), *texts]:
-        print("| " + " | ".join(line[place] for place in kept) + " |")
-    print()
-
-
-# A row with flags of its own ends on other bits.
-def bits():
-    columns = []
-    for label in labels:
-        for W in worlds:
-            columns.append((label, W))
-    lines = []
-    for row in rows:
-        if "--" in row:
-            continue
-        line = [row]
-        for label, W in columns:
-            found = runs.get((label, row, W))
-            line.append(f"`{found[0]['param_sha256'][:8]}`" if found else "-")
-        lines.append(line)
-    head = ["mode"]
-    for label, W in columns:
-        head.append(f"{label}, W={W}" if label else f"W={W}")
-    print_table(head, lines)
-
-
-def speedup(key):
-    label, row, W = key
-    return median(key, "tokens_per_sec") / median((label, row, 1), "tokens_per_sec")
-
-
-# The same row in torch; without the row's flags where torch's mode did not run with them. But a row
-# with another optimizer is compared only with that optimizer.
-def counterpart(key):
-    label, row, W = key
-    mode, *flags = row.split()
-    name = COUNTERPARTS.get(mode, "")
-    with_flags = label, " ".join([name, *flags]), W
-    if with_flags in runs or "--optimizer" in flags:
-        return with_flags
-    return label, name, W
-
-
-# One process alone, with the row's optimizer.
-def alone(key):
-    label, row, W = key
-    mode, *flags = row.split()
-    if "--optimizer" in flags:
-        return label, " ".join(["single", *flags]), W
-    return label, "single", W
-
-
-# Efficiency is over W processes that do not communicate.
-def steps():
-    lines = []
-    for W in worlds:
-        for key in runs:
-            if key[2] != W:
-                continue
-            label, row, W = key
-            step_ms, low, high = quartiles(key, "step_ms")
-            alone_ms = median(alone(key), "step_ms")
-            torchs_ms = median(counterpart(key), "step_ms")
-            lines.append([
-                label or "-", row, W,
-                f"{cell(step_ms)} ({cell(low)} to {cell(high)})",
-                median(key, "tokens_per_sec"),
-                median(key, "comm_exposed_ms"),
-                speedup(key),
-                alone_ms / step_ms,
-                step_ms / torchs_ms,
-                median(key, "peak_mem_bytes") / 1e6,
-                median(key, "mfu") * 100,
-                median(key, "bytes_per_param"),
-            ])
-    print_table(["", "mode", "W", "step ms (quartiles)", "tokens/s", "waited ms", "speed over W=1",
-                 "efficiency", "time over torch's", "peak MB a rank", "MFU %",
-                 "bytes a parameter"], lines)
-
-
-def chart(label):
-    lines = {}
-    for row in rows:
-        if row != "single":
-            speeds = [speedup((label, row, W)) for W in worlds]
-            lines[row] = [round(float(speed), 2) for speed in speeds]
-    names = ", ".join(lines)
-    print("```mermaid")
-    print("xychart-beta")
-    print(f'    title "{label}: speed over W = 1; bars: W; lines: {names}"')
-    print(f'    x-axis "W" {worlds}')
-    print(f"    bar {worlds}")
-    for speeds in lines.values():
-        print(f"    line {speeds}")
-    print("```\n")
-
-
-if runs:
-    if command in ("bits", "gpu"):
-        bits()
-    if command in ("modes", "muon", "memory", "scaling", "link", "gpu"):
-        steps()
-    if command == "scaling":
-        for label in labels:
-            chart(label)
-PYTHON
 
 # -------------------------------------------------------------------------------------------------
 # A link: two network namespaces and a cable between them.
@@ -433,10 +272,9 @@ fi
 [[ "$WORLDS $ROUNDS $MICRO_BATCH_SIZE " =~ ^([1-9][0-9]*\ )+$ ]] \
     || die "--worlds, --rounds and --micro_batch_size are numbers"
 ((${#LABELS[@]})) || die "link needs rates, such as 1gbit"
-why=$(python -c 'import sys, train; train.parse_args(train.Config, train.__doc__, sys.argv[1:])' "${FLAGS[@]}" 2>&1) \
-    || die "${why#train.py: }"
+why=$(ask flags "${FLAGS[@]}" 2>&1) || die "${why#train.py: }"
 if [[ $MODES == *deepspeed* ]]; then
-    python -c 'import deepspeed' &> /dev/null || die "deepspeed's rows: pip install deepspeed"
+    ask has deepspeed || die "deepspeed's rows: pip install deepspeed"
 fi
 
 # -------------------------------------------------------------------------------------------------
@@ -472,8 +310,8 @@ done
 {
     printf '%s: %s%s cores of %s, torch %s, commit %s, %s\n\n' "$COMMAND" "$MACHINE" \
         "$(getconf _NPROCESSORS_ONLN)" "$(sed -n '/^model name/{s/.*: //p;q;}' /proc/cpuinfo)" \
-        "$(ask_torch torch.__version__)" "$(git describe --always --dirty)" "$(date +%F)"
-    python -c "$REPORT" "$COMMAND"
+        "$(ask version)" "$(git describe --always --dirty)" "$(date +%F)"
+    python assets/tables.py "$COMMAND"
     # One rank sends nothing, so these are the traces of all rows with two ranks or more.
     traces=(out/bench/*", rank 1.json")
     if [[ $COMMAND == gpu && -e ${traces[0]} ]]; then

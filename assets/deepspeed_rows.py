@@ -17,6 +17,7 @@ memory, where train.py's modes take gloo. If that first run is killed, it leaves
 import json
 import os
 import pathlib
+import runpy
 import statistics
 import sys
 import time
@@ -65,19 +66,24 @@ def main():
 
     from trainer.data import global_batch, read_blocks
     from trainer.log import peak_mem_bytes
-    from trainer.ranks import start_process_group
-    import train
+    from trainer.ranks import choose_device, start_process_group
+    from trainer.flags import check, parse_args
+
+    train = runpy.run_path(str(ROOT / "train.py"))
 
     # Of what is used below nothing depends on train.py's mode.
-    config = train.parse_args(train.Config, train.__doc__, [*flags, "--mode", "ddp"])
+    config = parse_args(train["Config"], train["__doc__"], [*flags, "--mode", "ddp"])
     if config.dtype != "fp32":
         refuse(f"--dtype {config.dtype}: these rows are in fp32")
-    device, _ = start_process_group(config)
+    device = choose_device(config.device)
+    torch.set_num_threads(config.threads)
+    start_process_group(device, config.timeout_s)
     # DeepSpeed looks for its accelerator where it is imported.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
 
-    tokenizer, plain, tokens, val_tokens = train.prepare(config, device)
+    check(config, device)
+    tokenizer, plain, tokens, val_tokens = train["prepare"](config)
     rank = dist.get_rank()
     W = dist.get_world_size()
     m = config.micro_batch_size
@@ -107,13 +113,13 @@ def main():
     for step in range(1, config.max_steps + 1):
         start_s = time.perf_counter()
         for group in engine.optimizer.param_groups:
-            group["lr"] = train.lr_at(step, config)
+            group["lr"] = train["lr_at"](step, config)
         blocks = global_batch(tokens, step, config)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for micro_step in range(n):
             index = micro_step * W + rank
             own = blocks[index * m:(index + 1) * m]
-            x, y = read_blocks(tokens, own, config, device)
+            x, y = read_blocks(tokens, own, config.block_size, device)
             _, loss = engine(x, y)
             engine.backward(loss)
             engine.step()  # it steps with the last micro-step alone

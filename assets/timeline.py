@@ -21,6 +21,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import runpy
 import sys
 
 import numpy as np
@@ -105,22 +106,29 @@ def watch(model, optimizer):
 
 
 def run(flags):
-    """train.py with flags and more ranges -> exit status."""
+    """train.py with flags and more ranges, from the first step of its optimizer on."""
     sys.path.insert(0, str(ROOT))
-    import train
+    import torch.optim.optimizer
 
-    make_optimizer = train.make_optimizer
+    import ddp
 
-    def make_watched_optimizer(model, config):
-        if not hasattr(model, "_buckets"):
-            refuse(f"run --mode {config.mode}: choose ddp, zero1, zero2 or zero3")
-        optimizer = make_optimizer(model, config)
-        watch(model, optimizer)
-        return optimizer
+    made = []  # wrappers
+    make = ddp.Reducer.__init__
 
-    train.make_optimizer = make_watched_optimizer
+    def noted_make(wrapper, *arguments, **options):
+        made.append(wrapper)
+        make(wrapper, *arguments, **options)
+
+    def begin(optimizer, *_):
+        handle.remove()
+        if not made:
+            refuse("run: choose --mode ddp, zero1, zero2 or zero3")
+        watch(made[0], optimizer)
+
+    ddp.Reducer.__init__ = noted_make
+    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(begin)
     sys.argv = ["train.py", *flags]
-    return train.run()
+    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
 # -------------------------------------------------------------------------------------------------
