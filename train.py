@@ -93,7 +93,7 @@ class Config:
     save_interval: int = 100  # steps between checkpoints; also the last and the best; 0 for none
     keep_last: int = 2  # newest checkpoints that are kept; the best one is kept, too
     resume: str | None = None  # auto: the newest in out_dir, if any; or PATH, such as out/best
-    export_hf: str | None = None  # folder for the model as transformers has it; needs safetensors
+    export_hf: str | None = None  # folder for transformers, without tokenizer; needs safetensors
     # data
     dataset: str = "stdlib"  # Python's library, a text file, or a folder of train.bin and val.bin
     tokenizer: str = "bytes"  # bytes, or a tiktoken name such as gpt2 or o200k_base
@@ -269,6 +269,8 @@ def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens
     n_bytes = bytes_per_param(model, gpt, optimizer) if recent else None
     if config.sample_tokens and is_finite:
         say(f"sample:\n{sample(gpt, tokenizer, config, device)}")
+    if config.export_hf:
+        say(f"{config.export_hf} gets the model and no tokenizer, which is tiktoken's here")
     print_result(model, progress, recent, n_bytes, config)
     if config.export_hf:
         export(model, gpt.config, config.export_hf, tokenizer.eot_token)

@@ -298,6 +298,7 @@ def rewind(mark, past, keeps_metrics, timeout_s):
     """Rank 0: bring out_dir to where it was after past["step"]. Whatever is newer, damaged or of an
     earlier run is moved aside, which is said, and is not looked at again."""
     out_dir = mark.parent
+    remove_other_marks(mark, timeout_s)  # from here on nobody else adds to what is moved
     aside = out_dir / time.strftime(f"earlier_%Y%m%d_%H%M%S_{os.getpid()}")
     moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > past["step"]]
     if not keeps_metrics:
@@ -310,7 +311,6 @@ def rewind(mark, past, keeps_metrics, timeout_s):
     for path in moved:
         still_ours(mark)
         path.rename(aside / path.name)
-    remove_other_marks(mark, timeout_s)
     for unfinished in out_dir.glob(".tokens-*"):  # of one that was killed while it tokenized
         if age_s(unfinished, mark) > timeout_s:
             unfinished.unlink()

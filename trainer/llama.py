@@ -11,7 +11,7 @@ import pathlib
 import torch
 import torch.distributed as dist
 
-from trainer.ranks import on_rank_0, say
+from trainer.ranks import on_rank_0
 
 # GPTConfig's names and Llama's.
 LLAMA_SIZES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_embd": "hidden_size",
@@ -104,8 +104,8 @@ def read_llama_weights(model, folder):
 
 
 def export(model, config, folder, end_token):
-    """Write the whole model, of this GPTConfig, to a folder, and say so. A collective; only rank 0
-    ever holds all of it, and on the CPU."""
+    """Write the whole model, of this GPTConfig, to a folder. A collective; only rank 0 ever holds
+    all of it, and on the CPU."""
     whole = {}
     for name, p in model.full_parameters():
         if dist.get_rank() == 0:
@@ -113,5 +113,3 @@ def export(model, config, folder, end_token):
     # The others wait in a collective, and that may take longer than --timeout_s.
     dist.distributed_c10d._set_pg_timeout(datetime.timedelta(days=1))
     on_rank_0(write_llama, folder, whole, config, end_token)
-    say(f"{folder} has the model's config.json and model.safetensors, and no tokenizer: here that "
-        "is tiktoken's")
