@@ -11,23 +11,26 @@
     torchrun --nproc_per_node=4 --max-restarts=3 train.py --mode zero3 --resume auto
     python train.py --resume out/best --eval_only --prompt "def "   # ask a checkpoint
 
-Replaces a trainer framework by one loop. The options come first, then the loop, `main`, which
-calls `train_step`, then what both call, in the order in which a run meets it. The modes differ in
-`wrap` and in `set_is_last_micro_step`; `naive` averages in `train_step`. One process is a process
-group of one rank, so no line asks whether there is a group.
+Replaces a trainer framework by one loop. The options come first, then `main`, the loop in `train`,
+`train_step`, and then what these call: of the data, the model and the modes, and of the end. The
+rest is in trainer/. The modes differ in `wrap`, which calls what makes them, and in
+`set_is_last_micro_step`; `naive` averages in `train_step`. One process is a process group of one
+rank, so no line asks whether there is a group.
 
 How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
 alone, and ranks take its micro batches in turn: any number of ranks reads the same samples in the
-same order. Nothing is divided before the gradients of all micro batches are added up, in that
-order. So in fp32 on CPU zero2 and zero3 produce the bits of one process on every number of ranks,
-also where it changes in the middle of a run; the other modes do where each rank has one micro-step.
-What is logged is the mean over all ranks, and every decision is taken from numbers that all share.
+same order. Our modes divide nothing before the gradients of all micro batches are added up, in
+that order. So in fp32 on CPU zero2 and zero3 produce the bits of one process on every number of
+ranks, also where it changes in the middle of a run; the other modes do where each rank has one
+micro-step. What is logged is the mean over all ranks, and every decision is taken from numbers
+that all share.
 
 Output: a line every few steps, out_dir/metrics.jsonl, checkpoints that any mode at any world size
 can resume, a text that the model wrote, and as the last line of stdout `RESULT {json}`, whose
 param_sha256 is equal for runs that produced the same bits.
 
-Cost: two small all-reduces a step, for losses and for timings, and the norm of the parameters.
+Cost: two small all-reduces a step, for losses and for timings, and the norm of the parameters,
+which is one more where they are sharded.
 
 To debug, put breakpoint() anywhere and run one process: `python train.py --mode zero3` goes through
 the functions of the stage, too. On several ranks breakpoint() fails, since they share one stdin:
@@ -157,22 +160,27 @@ ZERO = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 def main(config, progress):
     """A whole run -> exit status.
 
-    progress: what the loop knows beside tensors: the step, the best one, the last step's entry of
-    metrics.jsonl. Every checkpoint has it, and `run` names the step in errors.
+    progress: what the loop knows beside tensors: the step, the best one and its loss, how many
+    steps in a row were skipped, the last step's entry of metrics.jsonl, a name for trackers. Every
+    checkpoint has it, and `run` names the step in errors.
     """
     device = choose_device(config.device)
     torch.set_num_threads(config.threads)
     torchrun_store = start_process_group(device, config.timeout_s)
     together(check, config, device)
     tokenizer, gpt, tokens, val_tokens = together(prepare, config)
-    with claim(config, torchrun_store) as mark:  # out_dir is this run's
+    # mark: a hidden folder of out_dir, which no other run writes to as long as it is there.
+    with claim(config, torchrun_store) as mark:
         return train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens,
                      val_tokens)
 
 
 def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens, val_tokens):
-    """What `main` does once it has met the other ranks -> exit status. A collective."""
-    # 1) tokenizer, data and `gpt`, the model without any wrapper, are the same on all ranks
+    """What `main` does with the other ranks, and with what each has prepared -> exit status.
+
+    gpt: the model without any wrapper. mark: None in an evaluation.
+    """
+    # 1) all ranks have the same; of data and folders that is what is in them, not their paths
     facts = facts_of_run(config, gpt, tokens)
     check_ranks_agree(vars(config) | facts | facts_of_start(mark, val_tokens, config))
     if config.micro_batch_size == "auto":
@@ -217,7 +225,7 @@ def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens
         # forward, backward and update; stop if too many steps in a row were skipped
         progress["step"] = step
         entry, stop = train_step(model, optimizer, scaler, tokens, step, config, device, signals)
-        progress["skipped"] = progress["skipped"] + 1 if entry["skipped"] else 0
+        progress["skipped"] = (progress["skipped"] + 1) if entry["skipped"] else 0
         if progress["skipped"] == MAX_SKIPPED_STEPS:
             raise Stop(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: lower --lr")
         if is_due(step, config.check_interval):
@@ -246,7 +254,8 @@ def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens
         is_time = is_due(step, config.save_interval, config.max_steps) and not entry["skipped"]
         if config.save_interval and (is_time or best or stop):
             record = dict(progress | best, facts=facts, scaler=scaler.state_dict(),
-                          world_size=dist.get_world_size(), config=flags_to_save(config))
+                          world_size=dist.get_world_size(), config=flags_to_save(config),
+                          eval_in="sequences")
             tensors = checkpoint_tensors(model, optimizer, gpt, residual)  # top-k makes new ones
             saved = save_checkpoint(mark, tensors, record, metrics)
             if saved:
@@ -258,14 +267,14 @@ def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens
             return 0 if saved else 1
 
     # 5) a text that the model writes, the result, and the weights for transformers
+    if not config.eval_only:
+        on_rank_0(release, mark)
+        say_contents(mark.parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     is_finite = progress["entry"].get("param_norm", 0.0) is not None  # None stands for nan
     if config.eval_only:
         progress["entry"] = evaluate_only(model, val_tokens, progress["step"], config, device)
-    else:
-        on_rank_0(release, mark)
-        say_contents(mark.parent)
     n_bytes = bytes_per_param(model, gpt, optimizer) if recent else None
     if config.sample_tokens and is_finite:
         say(f"sample:\n{sample(gpt, tokenizer, config, device)}")
@@ -488,8 +497,7 @@ def wrap(gpt, config, device):
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=config.mode == "torch-fsdp")
         fully_shard(model, mesh=mesh)  # by default the root stays whole, as Zero3's does
-    is_ours = config.mode == "ddp" or config.mode in ZERO
-    if not is_ours:
+    if config.mode != "ddp" and config.mode not in ZERO:
         add_our_interface(model, config)
     elif config.comm_hook:  # which takes the mean over ranks itself
         state, hook = comm_hook(config)
@@ -663,7 +671,8 @@ def largest_micro_batch(config, vocab_size, device):
     torch.compiler.reset()
     peak_mem_bytes(device, reset=True)
     bytes_per_sequence = max(1, peaks[1] - peaks[0])
-    most = min(gather(1 + (limit - peaks[0]) / bytes_per_sequence))  # below 1: not even 1
+    room = limit - peaks[0]  # beside size 1
+    most = min(gather(1 + room / bytes_per_sequence if room >= 0 else 0))
     share = config.global_batch_size // W
     fitting = [size for size in range(1, share + 1) if size <= most and share % size == 0]
     found = f"size 1 takes {1e-9 * peaks[0]:.2f} GB, and the limit is {1e-9 * limit:.2f}"

@@ -14,10 +14,10 @@ memory, where train.py's modes take gloo. If that first run is killed, it leaves
 ~/.cache/torch_extensions: remove that folder.
 """
 
+import importlib
 import json
 import os
 import pathlib
-import runpy
 import statistics
 import sys
 import time
@@ -69,10 +69,10 @@ def main():
     from trainer.ranks import choose_device, start_process_group
     from trainer.flags import check, parse_args
 
-    train = runpy.run_path(str(ROOT / "train.py"))
+    train = importlib.import_module("train")
 
     # Of what is used below nothing depends on train.py's mode.
-    config = parse_args(train["Config"], train["__doc__"], [*flags, "--mode", "ddp"])
+    config = parse_args(train.Config, train.__doc__, [*flags, "--mode", "ddp"])
     if config.dtype != "fp32":
         refuse(f"--dtype {config.dtype}: these rows are in fp32")
     device = choose_device(config.device)
@@ -83,7 +83,7 @@ def main():
     import deepspeed
 
     check(config, device)
-    tokenizer, plain, tokens, val_tokens = train["prepare"](config)
+    tokenizer, plain, tokens, val_tokens = train.prepare(config)
     rank = dist.get_rank()
     W = dist.get_world_size()
     m = config.micro_batch_size
@@ -113,7 +113,7 @@ def main():
     for step in range(1, config.max_steps + 1):
         start_s = time.perf_counter()
         for group in engine.optimizer.param_groups:
-            group["lr"] = train["lr_at"](step, config)
+            group["lr"] = train.lr_at(step, config)
         blocks = global_batch(tokens, step, config)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for micro_step in range(n):

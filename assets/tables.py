@@ -11,10 +11,10 @@ says in "failed" why there is none.
 """
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import pathlib
-import runpy
 import sys
 
 import numpy as np
@@ -45,8 +45,8 @@ def check_flags(flags):
     sys.path.insert(0, str(ROOT))
     from trainer.flags import parse_args
 
-    train = runpy.run_path(str(ROOT / "train.py"))
-    parse_args(train["Config"], train["__doc__"], flags)
+    train = importlib.import_module("train")
+    parse_args(train.Config, train.__doc__, flags)
 
 
 def answer(question, *words):

@@ -108,11 +108,12 @@ def watch(model, optimizer):
 def run(flags):
     """train.py with flags and more ranges, from the first step of its optimizer on."""
     sys.path.insert(0, str(ROOT))
-    import torch.optim.optimizer
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     import ddp
 
-    made = []  # wrappers
+    made = []  # wrappers that are not watched yet
+    watched = []
     make = ddp.Reducer.__init__
 
     def noted_make(wrapper, *arguments, **options):
@@ -120,13 +121,14 @@ def run(flags):
         make(wrapper, *arguments, **options)
 
     def begin(optimizer, *_):
-        handle.remove()
-        if not made:
+        if not made and not watched:
             refuse("run: choose --mode ddp, zero1, zero2 or zero3")
-        watch(made[0], optimizer)
+        while made:
+            watched.append(made.pop())
+            watch(watched[-1], optimizer)
 
     ddp.Reducer.__init__ = noted_make
-    handle = torch.optim.optimizer.register_optimizer_step_pre_hook(begin)
+    register_optimizer_step_pre_hook(begin)
     sys.argv = ["train.py", *flags]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 

@@ -235,12 +235,15 @@ def log_wandb(path):
 @pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero2"), (3, "ddp")])
 def test_checkpoints_of_before_load(n_ranks, mode, tmp_path):
     """A checkpoint that zero3 wrote on two ranks when all of train.py was one file. It has its
-    weights, and goes on as any other one."""
+    weights and its validation loss, and goes on as any other one."""
     folder = ROOT / "tests/checkpoint_of_before"
     words = [f"--resume={folder}", f"--dataset={ROOT / 'LICENSE'}", f"--mode={mode}"]
-    found = finish(None, n_ranks, argv=[*words, "--eval_only"])["param_sha256"]
-    assert found == "c76b3166d4cb58710dcf2a2559ce593eb12eaea96d6f9f6e7b168b86a917e71f"
-    options = [f"--out_dir={tmp_path}", "--max_steps=4", "--global_batch_size=4"]
+    found = finish(None, n_ranks, argv=[*words, "--eval_only"])
+    digest = "17d3e5879927eea7d94c00da25a2f81e6d78b2eac84133485f1c017304518240"
+    assert found["param_sha256"] == digest
+    # Its flags say two batches of two, where now they count sequences.
+    assert abs(found["val_loss"] - 5.675250053405762) < 1e-5, found["val_loss"]
+    options = [f"--out_dir={tmp_path}", "--max_steps=4", "--micro_batch_size=1"]
     if n_ranks == 3:  # which four sequences do not divide among
         refused("global_batch_size", None, n_ranks, argv=[*words, *options])
         return

@@ -2,6 +2,7 @@
 
 import re
 import resource
+import signal
 import sys
 from functools import partial
 from unittest import mock
@@ -107,6 +108,14 @@ def test_one_error_is_said_once(tmp_path):
     """torch's warning that a hook failed, too, does not stand before it."""
     ended = run_train(tmp_path, plant=fail_in_forward)
     assert "the error" in ended.stderr[0] and "always_call" not in ended.stderr[0], ended
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path):
+    """Where there is something to go on from."""
+    stop = partial(in_update, 2, None, signal.raise_signal, signal.SIGTERM)
+    said = finish(tmp_path, plant=stop, save_interval=4, fact="--resume auto$")
+    assert "step_00000002" not in said["stdout"]  # it has ended without a list
+    finish(tmp_path, plant=stop, save_interval=0, fact=r"after step [23]$")
 
 
 def test_one_rank_is_one(tmp_path):

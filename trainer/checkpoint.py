@@ -114,6 +114,10 @@ def checkpoint_tensors(model, optimizer, gpt, residual=None):
     return tensors
 
 
+def name_of(step):
+    return f"step_{step:08d}"
+
+
 def newest_first(out_dir):
     """The checkpoints in out_dir: the number of the step has eight digits."""
     return sorted(out_dir.glob("step_" + 8 * "[0-9]"), reverse=True)
@@ -166,15 +170,13 @@ def save_checkpoint(mark, tensors, record, metrics):
     the run continues: the next checkpoint may succeed. Raises Stop if the mark is gone. A
     collective."""
     on_rank_0(still_ours, mark)
-    folder = mark.parent / f"step_{record['step']:08d}"
+    folder = mark.parent / name_of(record["step"])
     unfinished = mark / folder.name
     try:
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
         on_rank_0((unfinished / RECORD).write_text, json.dumps(record, indent=1))
         on_rank_0((unfinished / SUMS).write_text, "\n".join(checksums(unfinished)))
         on_rank_0(while_ours, publish, mark, unfinished, folder, metrics)
-        on_rank_0(while_ours, tidy, mark, record["best_step"], record["config"]["keep_last"])
-        return True
     except (dcp.CheckpointException, Stop) as error:
         # The last line, since dcp's error has the tracebacks of all ranks.
         say(f"train.py: step {record['step']}: the checkpoint failed, earlier ones are as they "
@@ -182,6 +184,12 @@ def save_checkpoint(mark, tensors, record, metrics):
         # dcp may have made the folder of a mark anew that is gone.
         on_rank_0(shutil.rmtree, unfinished if is_ours(mark) else mark, True)
         return False
+    try:
+        on_rank_0(while_ours, tidy, mark, record["best_step"], record["config"]["keep_last"])
+    except Stop as error:
+        say(f"train.py: step {record['step']}: the checkpoint is there, but older ones are not "
+            f"tidied up: {error}", sys.stderr)
+    return True
 
 
 def publish(mark, unfinished, folder, metrics):
@@ -200,13 +208,17 @@ def tidy(mark, best_step, keep_last):
     nor among the keep_last newest ones."""
     still_ours(mark)
     out_dir = mark.parent
-    best = out_dir / f"step_{best_step:08d}"
+    best = out_dir / name_of(best_step)
     link = out_dir / "best"
     if link.is_dir() and not link.is_symlink():  # as in a copy that has followed the link
         link.rename(out_dir / time.strftime("earlier_best_%Y%m%d_%H%M%S"))
-    link.unlink(missing_ok=True)
     if best.exists():  # there is no step 0, which means none
-        link.symlink_to(best.name)
+        new = mark / "best"
+        new.unlink(missing_ok=True)
+        new.symlink_to(best.name)
+        new.replace(link)  # at once, so that there always is one
+    else:
+        link.unlink(missing_ok=True)
     for old in newest_first(out_dir)[keep_last:]:
         if old != best:
             removed = old.rename(mark / f"{old.name}.removed")  # at once, whatever happens
@@ -271,11 +283,11 @@ def resume(config, mark, tensors, facts, torchrun_store):
     is_in_out_dir = folder is not None and folder.resolve().parent == out_dir
     if is_in_out_dir:
         past = record
-    elif record is not None:
-        record |= dict(best_step=0, best_val_loss=math.inf)  # the best one is not here
-    elif config.resume == "auto":
+    elif record is None and config.resume == "auto":
         say(f"no checkpoint in {out_dir}: a new run begins")
-    on_rank_0(while_ours, rewind, mark, past, is_in_out_dir or is_restart, config.timeout_s)
+    on_rank_0(while_ours, rewind, mark, past, is_in_out_dir or is_restart)
+    if record is not None and not from_rank_0((out_dir / name_of(record["best_step"])).exists()):
+        record |= dict(best_step=0, best_val_loss=math.inf)  # it is in another folder, or removed
     on_rank_0(touch, mark, 0 if record is None else record["step"])
     # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
     on_rank_0(torchrun_store.set, "begun", "")
@@ -289,16 +301,21 @@ def load(folder, record, tensors, facts):
     for name, value in facts.items():
         if name in facts_before and facts_before[name] != value:
             raise Stop(f"{folder} has {name} {facts_before[name]}, and this run {value}")
-    # Partial, since a rank that was not there before has no residual of top-k to load.
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder),
+    reader = dcp.FileSystemReader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    for key in tensors:
+        # A rank that was not there before has no residual of top-k to load.
+        if key not in saved and not key.startswith("residual."):
+            raise Stop(f"{folder} has no {key}")
+    dcp.load(tensors, storage_reader=reader,
              planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
 
 
-def rewind(mark, past, keeps_metrics, timeout_s):
+def rewind(mark, past, keeps_metrics):
     """Rank 0: bring out_dir to where it was after past["step"]. Whatever is newer, damaged or of an
     earlier run is moved aside, which is said, and is not looked at again."""
     out_dir = mark.parent
-    remove_other_marks(mark, timeout_s)  # from here on nobody else adds to what is moved
+    remove_other_marks(mark)  # from here on nobody else adds to what is moved
     aside = out_dir / time.strftime(f"earlier_%Y%m%d_%H%M%S_{os.getpid()}")
     moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > past["step"]]
     if not keeps_metrics:
@@ -312,8 +329,9 @@ def rewind(mark, past, keeps_metrics, timeout_s):
         still_ours(mark)
         path.rename(aside / path.name)
     for unfinished in out_dir.glob(".tokens-*"):  # of one that was killed while it tokenized
-        if age_s(unfinished, mark) > timeout_s:
-            unfinished.unlink()
+        with contextlib.suppress(OSError):  # it is finished now
+            if now_s(mark) - unfinished.stat().st_mtime > 3600:
+                unfinished.unlink()
     tidy(mark, past["best_step"], sys.maxsize)
     # Another file in its place, even if nothing changes: a run that is still there has it open.
     metrics = out_dir / "metrics.jsonl"
@@ -345,9 +363,10 @@ def say_contents(out_dir):
         if path.name == "best":
             continue
         n_bytes = 0
-        for file in (path, *path.rglob("*")):
-            with contextlib.suppress(OSError):  # another run may move it
-                n_bytes += file.stat().st_size if file.is_file() else 0
+        with contextlib.suppress(OSError):  # another run may move it
+            for file in (path, *path.rglob("*")):
+                if file.is_file():
+                    n_bytes += file.stat().st_size
         size = f"{n_bytes / 1e6:,.2f} MB"
         if path.name == best:
             size += ", the best"
@@ -358,10 +377,10 @@ def say_contents(out_dir):
 # -------------------------------------------------------------------------------------------------
 # marks: one run at a time in an out_dir
 #
-# A mark is a hidden folder of out_dir, with a file in it that says whose it is. A run is alive as
-# long as it touches that file, which rank 0 does in every step: less than --timeout_s ago. Two
+# A mark is a hidden folder of out_dir, with a file in it that says whose it is. A run is alive if
+# it has touched that file, which rank 0 does in every step, less than its own --timeout_s ago. Two
 # promises:
-# - A run that begins anew where another one is alive is refused. It leaves all as it is.
+# - A run that begins anew where another one is alive is refused. It moves nothing.
 # - A run that goes on with what is in out_dir takes over: when it has loaded its checkpoint, it
 #   removes all other marks. A run that has lost its mark stops, such as one that was frozen, or
 #   whose torchrun is gone. What it was writing went with its mark, and the metrics.jsonl that it
@@ -395,7 +414,7 @@ def claim(config, torchrun_store):
         yield mark
     finally:
         if dist.get_rank() == 0:
-            shutil.rmtree(mark, ignore_errors=True)
+            remove(mark)
 
 
 def make_mark(mark, torchrun, takes_over, timeout_s):
@@ -405,58 +424,65 @@ def make_mark(mark, torchrun, takes_over, timeout_s):
     First make, then look: so of two runs that begin at once at least one sees the other, and the
     one that has made its mark later stands back.
     """
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the loop has handlers of its own
+        signal.signal(number, functools.partial(leave, mark))
     path = mark / "mark"
     path.parent.mkdir()
     path.touch()
     # A file in the folder, and this is what counts: the folder alone dcp would make anew as it
     # writes a checkpoint there, when a later run has removed it.
-    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, torchrun=torchrun,
-                 takes_over=takes_over, made_ns=path.stat().st_mtime_ns)
+    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, timeout_s=timeout_s,
+                 torchrun=torchrun, takes_over=takes_over, made_ns=path.stat().st_mtime_ns)
     path.write_text(json.dumps(facts))
-    for number in (signal.SIGINT, signal.SIGTERM):  # until the loop has handlers of its own
-        signal.signal(number, functools.partial(leave, mark))
-    time.sleep(0.05)  # longer than a tick of the file system's clock
-    for other in others_alive(mark, timeout_s):
+    # Longer than a tick of the file system's clock: then marks with equal times see each other, and
+    # their names decide.
+    time.sleep(0.05)
+    for other in others_alive(mark):
         came_first = (other["made_ns"], other["name"]) < (facts["made_ns"], mark.name)
         if came_first and not takes_over and other["torchrun"] != torchrun:
             raise ValueError(f"in {mark.parent} a run is alive: host {other['host']}, pid "
                              f"{other['pid']}, step {other['step']}, which it touched "
                              f"{other['age_s']:.0f} s ago. Wait for its end, choose another "
                              "--out_dir, or take over with --resume auto. (A run that was killed "
-                             f"counts as alive for --timeout_s {timeout_s:g})")
+                             f"counts as alive for its --timeout_s {other['timeout_s']:g})")
 
 
 def leave(mark, number, frame):
     """Handle a signal: remove the mark, and end as without a handler."""
-    shutil.rmtree(mark, ignore_errors=True)
+    remove(mark)
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
 
 
-def age_s(path, mark):
-    """Seconds since a file of out_dir was changed, by the file system's own clock."""
+def now_s(mark):
+    """The file system's own clock."""
     os.utime(mark / "mark")
-    return (mark / "mark").stat().st_mtime - path.stat().st_mtime
+    return (mark / "mark").stat().st_mtime
 
 
-def others_alive(mark, timeout_s):
-    """The facts of all other marks in out_dir that were touched less than timeout_s ago, with their
-    "name" and "age_s"."""
-    still_ours(mark)
+def others_alive(mark):
+    """The facts of all other marks in out_dir that are alive, with their "name" and "age_s"."""
+    now = now_s(mark)
     found = []
-    for path in mark.parent.glob(".run_*/mark"):
-        facts = dict(host="unknown", pid="unknown", step="unknown", torchrun=None,
-                     takes_over=False, made_ns=0, name=path.parent.name)  # where it says nothing
-        try:
-            facts["age_s"] = age_s(path, mark)
-            facts |= json.loads(path.read_text())
-        except FileNotFoundError:
-            continue
-        except ValueError:
-            pass
-        if path.parent != mark and facts["age_s"] < timeout_s:
-            found.append(facts)
+    for path in mark.parent.glob(".run_*"):
+        if path != mark:
+            facts = read_mark(path)
+            facts["age_s"] = now - facts["touched_s"]
+            if facts["age_s"] < facts["timeout_s"]:
+                found.append(facts)
     return found
+
+
+def read_mark(mark):
+    """What a mark says. It says nothing if it is gone, if it was made a moment ago, or if an older
+    version has made it."""
+    facts = dict(name=mark.name, host="unknown", pid="unknown", step="unknown", torchrun=None,
+                 takes_over=False, timeout_s=120.0, made_ns=0, touched_s=-math.inf)
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        file = (mark / "mark").stat()
+        facts |= dict(made_ns=file.st_mtime_ns, touched_s=file.st_mtime)
+        facts |= json.loads((mark / "mark").read_text())
+    return facts
 
 
 def touch(mark, step):
@@ -493,20 +519,29 @@ def still_ours(mark):
 def release(mark):
     """Rank 0: this run will write no more."""
     still_ours(mark)
+    remove(mark)
+
+
+def remove(mark):
+    """The file that counts goes first: then its run writes no more, while the rest goes."""
+    with contextlib.suppress(OSError):
+        (mark / "mark").unlink()
     shutil.rmtree(mark, ignore_errors=True)
 
 
-def remove_other_marks(mark, timeout_s):
+def remove_other_marks(mark):
     """Rank 0: no other run may write here any more. But one that is about to take over may: raises
-    OSError then. One that begins anew sees this run, and stands back by itself."""
-    mine = json.loads((mark / "mark").read_text())
-    alive = {}
-    for other in others_alive(mark, timeout_s):
-        came_later = (other["made_ns"], other["name"]) > (mine["made_ns"], mark.name)
+    OSError then. One that begins anew after this one stands back by itself."""
+    still_ours(mark)
+    made = read_mark(mark)["made_ns"], mark.name
+    stay = [mark.name]
+    for other in others_alive(mark):
+        came_later = (other["made_ns"], other["name"]) > made
         if came_later and other["takes_over"]:
             raise OSError(f"a later run has begun in {mark.parent}: host {other['host']}, pid "
                           f"{other['pid']}")
-        alive[other["name"]] = came_later
+        if came_later:
+            stay.append(other["name"])
     for path in mark.parent.glob(".run_*"):
-        if path != mark and not alive.get(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+        if path.name not in stay:
+            remove(path)

@@ -218,6 +218,8 @@ def flags_of_checkpoint(Config, given):
     for name, value in record["config"].items():
         if hasattr(Config, name) and name not in OF_ONE_START:  # an older version had other flags
             saved[name] = value
+    if "eval_in" not in record and "eval_steps" in saved:
+        saved["eval_steps"] *= saved["micro_batch_size"]  # an older version counted batches
     if saved.get("mode") == "single":
         del saved["mode"]  # single is the default without torchrun, and impossible under it
     if given.get("eval_only"):

@@ -225,7 +225,7 @@ def start_profiler(config, gpt):
         name_blocks(gpt)
     profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=when_ready)
     profiler.start()
-    atexit.register(profiler.stop)  # if the run ends before, a file has what there is
+    atexit.register(profiler.stop)  # if a signal ends the run before, a file has what there is
     return end_step
 
 

@@ -68,7 +68,7 @@ def choose_device(kind):
 
 def start_process_group(device, timeout_s):
     """Join the other ranks, of which there are none without torchrun -> a store that lives as long
-    as torchrun does. Raises Stop if they do not come within timeout_s."""
+    as torchrun does, if its agents share it. Raises Stop if they do not come within timeout_s."""
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     timeout = datetime.timedelta(seconds=timeout_s)
