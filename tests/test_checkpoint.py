@@ -20,7 +20,8 @@ from tests.params import ROOT
 from tests.runs import (ask, finish, flags, lines_of, refused, saved, start_again, this_rank,
                         write_line)
 from tests.wrappers import adafactor
-from trainer.checkpoint import checkpoint_tensors
+from trainer.checkpoint import checkpoint_tensors, load
+from trainer.ranks import Stop
 from verify import fresh, same_bits, uncut, zoo_loss
 from zero import Zero2
 
@@ -35,6 +36,20 @@ def make_unreadable(path):
     """As by a bad sector: to open a folder as a file is an OSError, too."""
     path.unlink()
     path.mkdir()
+
+
+@pytest.mark.ranks(1)
+def test_what_is_missing_is_named(tmp_path):
+    """A checkpoint that lacks a tensor is refused, and not half loaded; but what only top-k has may
+    be missing, of a rank that was not there."""
+    tensors = dict(weight=torch.ones(3))
+    dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
+    record = dict(facts={})
+    found = {"weight": torch.zeros(3), "residual.1.weight": torch.zeros(3)}
+    load(tmp_path, record, found, {})
+    assert found["weight"].tolist() == [1, 1, 1]
+    with pytest.raises(Stop, match="has no exp_avg.weight"):
+        load(tmp_path, record, found | {"exp_avg.weight": torch.zeros(3)}, {})
 
 
 # What is no checkpoint of a run: a flag, its value and what the line names.

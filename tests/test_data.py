@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.runs import ask, finish, lines_of, write_line
-from trainer.data import global_batch
+from trainer.data import global_batch, some_of
 
 
 def log_samples(folder):
@@ -65,6 +65,15 @@ def test_data_and_rates_are_as_promised(tmp_path):
     assert epochs[0] != epochs[1], "epochs are alike, or y is x"
     for epoch in epochs:
         assert len(set(epoch)) == len(epoch), "a sample came twice"
+
+
+def test_large_data_is_read_in_part():
+    """Every rank compares its data with the others', of which it reads a million tokens: the first
+    and the last ones among them."""
+    tokens = np.arange(3 * 10**6)
+    found = some_of(tokens)
+    assert 10**6 <= len(found) < 1.1 * 10**6 and {0, 3 * 10**6 - 1} <= set(found)
+    assert some_of(tokens[:1000]).tolist() == tokens[:1000].tolist()
 
 
 def test_losses_can_be_compared(tmp_path):

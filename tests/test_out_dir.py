@@ -301,3 +301,66 @@ def test_a_mark_says_whose_it_is(tmp_path):
     facts = json.loads(first.mark.read_text())
     assert (facts["host"], facts["pid"], facts["step"]) == (socket.gethostname(), first.pid, 2)
     first.go_on()
+
+
+def make_mark(out, name, age_s=0, **facts):
+    """A mark of another run that has made it, and touched it last, age_s ago."""
+    path = out / f".run_{name}/mark"
+    path.parent.mkdir(parents=True)
+    then_ns = time.time_ns() - int(1e9 * age_s)
+    facts = dict(host="far", pid=7, step=5, torchrun=name, takes_over=False, timeout_s=120,
+                 made_ns=then_ns) | facts
+    path.write_text(json.dumps(facts))
+    os.utime(path, ns=(then_ns, then_ns))
+    return path.parent
+
+
+@pytest.mark.ranks(1)
+def test_later_runs_have_the_right_to_take_over(tmp_path):
+    """A run that was about to take over stops if a later one does so, before it has moved anything,
+    and also if that one has removed its mark; it leaves alone a run that begins anew and will stand
+    back, and it removes all others."""
+    mine = make_mark(tmp_path, "mine", 60, takes_over=True)
+    (mine / "mark").touch()  # it is alive
+    folder = tmp_path / "step_00000007"
+    folder.mkdir()
+    earlier = make_mark(tmp_path, "earlier", 90, takes_over=True)
+    later = make_mark(tmp_path, "later", 30, takes_over=True)
+    with pytest.raises(OSError, match="a later run has begun in .*host far, pid 7"):
+        checkpoint.rewind(mine, dict(step=3, best_step=0), keeps_metrics=True)
+    assert folder.exists() and earlier.exists(), "something has gone"
+    checkpoint.remove(later)
+    stands_back = make_mark(tmp_path, "stands_back", 30)
+    in_making = tmp_path / ".run_in_making"
+    in_making.mkdir()
+    (in_making / "mark").touch()  # and has not said yet whose it is
+    checkpoint.rewind(mine, dict(step=3, best_step=0), keeps_metrics=True)
+    assert not folder.exists() and not earlier.exists(), "something has stayed"
+    assert stands_back.exists() and in_making.exists(), "a mark of a run that stands back has gone"
+    checkpoint.remove(mine)
+    with pytest.raises(OSError, match="a later run has begun"):
+        checkpoint.while_ours(checkpoint.rewind, mine, dict(step=3, best_step=0), True)
+    assert stands_back.exists()
+
+
+@pytest.mark.ranks(1)
+def test_a_mark_is_alive_for_its_own_time(tmp_path):
+    """The limit is that of the run that made it, whose steps may be long. What is no mark, or was
+    made by an older version, is looked at by its time alone."""
+    mine = make_mark(tmp_path, "mine")
+    make_mark(tmp_path, "slow", 300, timeout_s=3600)
+    make_mark(tmp_path, "dead", 300)
+    for name, content in (("old", ""), ("odd", "[1, 2]"), ("cut", '{"host": ')):
+        path = make_mark(tmp_path, name) / "mark"
+        path.write_text(content)
+        path = make_mark(tmp_path, f"dead_{name}", 300) / "mark"
+        then = path.stat().st_mtime_ns
+        path.write_text(content)
+        os.utime(path, ns=(then, then))
+    (tmp_path / ".run_folder/mark").mkdir(parents=True)
+    (tmp_path / ".run_empty").mkdir()
+    (tmp_path / ".run_file").touch()
+    (tmp_path / ".run_link").symlink_to("nowhere")
+    found = {other["name"]: other["host"] for other in checkpoint.others_alive(mine)}
+    assert found == {".run_slow": "far", ".run_old": "unknown", ".run_odd": "unknown",
+                     ".run_cut": "unknown", ".run_folder": "unknown"}, found
