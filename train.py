@@ -319,7 +319,7 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, signals=(
         own = blocks[index * m:(index + 1) * m]
         x, y = read_blocks(tokens, own, config.block_size, device)
         set_is_last_micro_step(model, config, micro_step == n - 1)
-        with autocast(config, device):
+        with autocast(config.dtype, device):
             _, loss = model(x, y)
         sums[index] = loss.detach()
         scaler.scale(loss).backward()  # not loss / n, which would round
@@ -378,8 +378,8 @@ def set_is_last_micro_step(model, config, is_last):
         model.set_is_last_backward(is_last)
 
 
-def autocast(config, device):
-    return torch.autocast(device.type, DTYPES[config.dtype], enabled=config.dtype != "fp32")
+def autocast(dtype, device):
+    return torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "fp32")
 
 
 def lr_at(step, config):
@@ -470,8 +470,8 @@ def build_gpt(config, vocab_size):
 def wrap(gpt, config, device):
     """gpt -> what the loop calls. Here is where the modes differ.
 
-    Whatever the mode, the result has what `add_our_interface` lists beside forward, so that no
-    other function asks which wrapper it has.
+    Whatever the mode, the result has what `add_our_interface` lists beside forward, so that the
+    loop calls all of them alike.
     """
     # None is 25 MB too, but only with None is torch's first bucket small.
     options = dict(bucket_cap_mb=None if config.bucket_cap_mb == 25 else config.bucket_cap_mb,
@@ -698,9 +698,10 @@ def evaluate(model, tokens, config, device):
     batches of one size: what is too many is the last block again, and does not count.
     """
     model.eval()
-    rank, W, m = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
+    rank, W = dist.get_rank(), dist.get_world_size()
     n_blocks = count_blocks(tokens, config.block_size)
     n = min(config.eval_steps, n_blocks)
+    m = min(config.micro_batch_size, math.ceil(n / W))
     order = block_order(n_blocks, seed=0, epoch=0)
     losses = torch.zeros(n, dtype=torch.float64, device=device)
     for turn in range(math.ceil(n / (m * W))):
@@ -708,7 +709,7 @@ def evaluate(model, tokens, config, device):
         places = np.arange(first, first + m)
         blocks = order[np.minimum(places, n - 1)]
         x, y = read_blocks(tokens, blocks, config.block_size, device)
-        with autocast(config, device):
+        with autocast(config.dtype, device):
             logits, _ = model(x)
         for place, scores, targets in zip(places, logits, y):
             if place < n:
@@ -741,7 +742,7 @@ def sample(gpt, tokenizer, config, device):
     generator = torch.Generator(device).manual_seed(config.seed)
     idx = torch.tensor([encode_prompt(config.prompt, tokenizer)], device=device)
     # Eager, since compiling for every length would take longer than the run.
-    with autocast(config, device), torch.compiler.set_stance("force_eager"):
+    with autocast(config.dtype, device), torch.compiler.set_stance("force_eager"):
         idx = gpt.generate(idx, config.sample_tokens, temperature=0.8, generator=generator)
     try:
         text = tokenizer.decode(idx[0].tolist())
