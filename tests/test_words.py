@@ -161,6 +161,12 @@ def test_traces_say_what_is_not_in_them(mode, title, tmp_path):
         assert re.search(rf"^rank 0 .* ms  {kind}$", found, re.M), found
 
 
+def test_a_profile_says_where_it_is(tmp_path):
+    found = finish(tmp_path, profile=1)["stdout"]
+    assert f"--profile: {tmp_path}/trace_rank0.json\n" in found, found
+    assert (tmp_path / "trace_rank0.json").exists()
+
+
 def numbers_in(value):
     """All numbers in what JSON can be."""
     if isinstance(value, dict):
