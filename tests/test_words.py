@@ -29,6 +29,7 @@ def test_hooks_begin_after_the_warm_up(hook, tmp_path):
     assert "whole gradients" not in found, found
     shown = " ".join(run_train(None, argv=["--help"]).stdout[0].split())
     assert re.search(r"--comm_hook str ddp: .*after the warm-up", shown), shown
+    assert "null" not in shown and "[0.01]" in shown, "defaults are shown where there are some"
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
