@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.params import ROOT
+from tests.params import ROOT, full
 from tests.runs import (FORK, ask, finish, flags, in_update, lines_of, refused, run_train, saved,
                         start_again, this_rank)
 from tests.test_checkpoint import contents, view_of
@@ -142,11 +142,12 @@ def at_once(folder, n):
     in_update(1, None, time.sleep, 1)
 
 
-@pytest.mark.parametrize("resume", [None, "auto"])
-def test_of_two_starts_one_runs(resume, tmp_path):
+@pytest.mark.parametrize("n_attempts, resume", [(1, None), (1, "auto"), full(9, None),
+                                                full(9, "auto")])
+def test_of_two_starts_one_runs(n_attempts, resume, tmp_path):
     """Of runs that start at the same moment one goes on, as if it were alone; the others end with
     status 2. With --resume auto the last one may stop another one after its first step."""
-    for attempt in range(3):
+    for attempt in range(n_attempts):
         folder = tmp_path / str(attempt)
         meeting = folder / "meeting"
         meeting.mkdir(parents=True)
@@ -241,8 +242,9 @@ def end_of_ranks(agent, stopped, within_s):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_ranks_end_with_their_agent(number, tmp_path):
+@pytest.mark.parametrize("n_ranks, number", [(2, signal.SIGKILL), full(4, signal.SIGKILL),
+                                             full(4, signal.SIGTERM)])
+def test_ranks_end_with_their_agent(n_ranks, number, tmp_path):
     """When torchrun is killed, or told to end, its ranks finish the step, save, and leave, within
     seconds; also if one of them was stopped when that happened. torchrun itself starts them here,
     since it gives each a session of its own."""
@@ -250,7 +252,8 @@ def test_ranks_end_with_their_agent(number, tmp_path):
     metrics = out / "metrics.jsonl"
     words = flags(mode="zero2", out_dir=out, max_steps=10**6, global_batch_size=4, eval_interval=0,
                   save_interval=10**6, check_interval=0)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc_per_node={n_ranks}"]
     with open(tmp_path / "log", "w") as log:
         agent = subprocess.Popen([*command, ROOT / "train.py", *words], stdout=log, stderr=log)
     try:
