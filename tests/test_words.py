@@ -4,6 +4,7 @@ import re
 import resource
 import signal
 import sys
+import warnings
 from functools import partial
 from unittest import mock
 
@@ -91,7 +92,9 @@ def always_called(module, inputs, output):
 
 
 def fail_in_forward():
-    """Plant an error in a forward of rank 0, after which a hook that is called always fails."""
+    """Plant an error in a forward of rank 0, after which a hook that is called always fails; and
+    warnings, which the tests' server ignores."""
+    warnings.simplefilter("default")
     real = torch.nn.functional.embedding
     calls = []
 
