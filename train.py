@@ -50,6 +50,7 @@ import signal
 import sys
 import time
 
+import trainer  # noqa: F401  first: it notes who has started this process
 import numpy as np
 import torch
 import torch.distributed as dist

@@ -276,12 +276,20 @@ def test_ranks_end_with_their_agent(n_ranks, number, tmp_path):
 
 
 def test_ranks_do_not_wait_for_an_agent_that_has_gone():
-    """If torchrun ends before its ranks have begun, they leave at once."""
+    """If torchrun ends before its ranks have begun, they leave at once: its store does not answer,
+    or another process is the parent now."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         address = listener.getsockname()
-    with mock.patch("ctypes.CDLL"), pytest.raises(ranks.Stop, match="torchrun has ended"):
-        ranks.end_with_agent(address)
+    with pytest.raises(ranks.Stop, match="torchrun has ended"):
+        ranks.check_store(address)
+    with mock.patch("ctypes.CDLL"), mock.patch("trainer.PROCESS", os.getpid()):
+        with mock.patch("trainer.PARENT", os.getppid()):
+            ranks.end_with_agent()
+        with mock.patch("trainer.PARENT", 0), pytest.raises(ranks.Stop, match="has ended"):
+            ranks.end_with_agent()
+    with mock.patch("ctypes.CDLL"), mock.patch("trainer.PROCESS", 0):
+        ranks.end_with_agent()  # forked by a program, which is the parent
 
 
 def test_the_end_says_what_lies_there(tmp_path):
@@ -353,17 +361,88 @@ def test_a_mark_is_alive_for_its_own_time(tmp_path):
     mine = make_mark(tmp_path, "mine")
     make_mark(tmp_path, "slow", 300, timeout_s=3600)
     make_mark(tmp_path, "dead", 300)
-    for name, content in (("old", ""), ("odd", "[1, 2]"), ("cut", '{"host": ')):
+    for name, content in (("old", ""), ("odd", "[1, 2]"), ("cut", '{"host": '), ("five", "5"),
+                          ("null", "null"), ("no_time", '{"made_ns": null}')):
         path = make_mark(tmp_path, name) / "mark"
         path.write_text(content)
         path = make_mark(tmp_path, f"dead_{name}", 300) / "mark"
         then = path.stat().st_mtime_ns
         path.write_text(content)
         os.utime(path, ns=(then, then))
+    os.mkfifo(make_mark(tmp_path, "fifo") / "fifo")
+    (tmp_path / ".run_fifo/fifo").replace(tmp_path / ".run_fifo/mark")
     (tmp_path / ".run_folder/mark").mkdir(parents=True)
     (tmp_path / ".run_empty").mkdir()
     (tmp_path / ".run_file").touch()
     (tmp_path / ".run_link").symlink_to("nowhere")
     found = {other["name"]: other["host"] for other in checkpoint.others_alive(mine)}
-    assert found == {".run_slow": "far", ".run_old": "unknown", ".run_odd": "unknown",
-                     ".run_cut": "unknown", ".run_folder": "unknown"}, found
+    names = ("old", "odd", "cut", "five", "null", "no_time", "fifo", "folder")
+    assert found == {".run_slow": "far"} | {f".run_{name}": "unknown" for name in names}, found
+
+
+def claims(mark, is_restart=False, **facts):
+    """Whether a run may go on once it has made this mark."""
+    facts = dict(timeout_s=120.0, torchrun="mine", begun=False, takes_over=False) | facts
+    try:
+        checkpoint.make_mark(mark, facts, is_restart)
+    except ValueError:
+        return False
+    finally:
+        checkpoint.remove(mark)
+    return True
+
+
+@pytest.mark.ranks(1)
+def test_who_has_the_right_to_out_dir(tmp_path):
+    """A run that has begun has it against all that do not take over, whatever clocks say of who
+    came first. Of runs that have not yet begun the first has it, but not against a restart, which
+    was there before: a run that died while it claimed out_dir must not stop it."""
+    mine = tmp_path / ".run_mine"
+    other = make_mark(tmp_path, "other", -600, begun=True)  # by a clock that is ahead
+    assert not claims(mine) and not claims(mine, is_restart=True)
+    assert claims(mine, takes_over=True) and claims(mine, torchrun="other", is_restart=True)
+    checkpoint.remove(other)
+    for age_s, is_first in ((60, True), (-60, False)):
+        other = make_mark(tmp_path, "other", age_s)
+        assert claims(mine) != is_first
+        assert claims(mine, is_restart=True) and claims(mine, takes_over=True)
+        checkpoint.remove(other)
+
+
+def test_a_spoiled_mark_is_still_touched(tmp_path):
+    mark = tmp_path / ".run_mine"
+    mark.mkdir()
+    for content in ("", "garbage"):
+        (mark / "mark").write_text(content)
+        age(mark / "mark", -3600)
+        assert checkpoint.touch(mark, 3)
+        assert time.time() - (mark / "mark").stat().st_mtime < 60
+    checkpoint.remove(mark)
+    assert not checkpoint.touch(mark, 3) and not mark.exists()
+
+
+def test_a_run_that_lost_its_folder_stays_away(tmp_path):
+    """A run that another one has taken over from is not started again by torchrun, also if the
+    later run has ended meanwhile."""
+    out = tmp_path / "out"
+    options = dict(mode="zero2", resume=None, out_dir=out, save_interval=1, max_steps=60)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    plant = partial(in_update, 20, 0, wait_for_file, tmp_path / "go")
+    agent = FORK.Process(target=under_torchrun, kwargs=options,
+                         args=(tmp_path, plant, 2, 1, store.port))
+    agent.start()
+    while not (out / "step_00000019").exists():
+        time.sleep(0.01)
+    later = finish(out, save_interval=1, resume="auto", max_steps=25)
+    (tmp_path / "go").touch()
+    agent.join(60)
+    assert agent.exitcode not in (0, None)
+    printed = (tmp_path / "stderr").read_text()
+    assert "a later run has begun" in printed and "a later run has taken over" in printed, printed
+    assert ask("auto", out_dir=out)["param_sha256"] == later["param_sha256"]
+    assert saved(out)[-1] == 25
+
+
+def wait_for_file(path):
+    while not path.exists():
+        time.sleep(0.01)

@@ -179,8 +179,11 @@ def save_checkpoint(mark, tensors, record, metrics):
         on_rank_0(while_ours, publish, mark, unfinished, folder, metrics)
     except (dcp.CheckpointException, Stop) as error:
         # The last line, since dcp's error has the tracebacks of all ranks.
+        why = str(error).strip().splitlines()[-1]
+        if is_ours(mark):
+            why += " (is the disk full, or gone?)"
         say(f"train.py: step {record['step']}: the checkpoint failed, earlier ones are as they "
-            f"were: {str(error).strip().splitlines()[-1]} (is the disk full, or gone?)", sys.stderr)
+            f"were: {why}", sys.stderr)
         # dcp may have made the folder of a mark anew that is gone.
         on_rank_0(shutil.rmtree, unfinished if is_ours(mark) else mark, True)
         return False
@@ -384,7 +387,7 @@ def say_contents(out_dir):
 # - A run that goes on with what is in out_dir takes over: when it has loaded its checkpoint, it
 #   removes all other marks. A run that has lost its mark stops, such as one that was frozen, or
 #   whose torchrun is gone. What it was writing went with its mark, and the metrics.jsonl that it
-#   has open is no longer the one of that name.
+#   has open is no longer the one of that name. If torchrun starts it again, it is refused.
 #
 # All times are the file system's own, which stamps what is written. So clocks of hosts do not
 # matter, unless each host stamps for itself. Then a run whose host is ahead by an hour seems alive
@@ -403,26 +406,34 @@ def claim(config, torchrun_store):
     takes_over = config.resume is not None
     if config.resume not in (None, "auto"):
         takes_over = pathlib.Path(config.resume).resolve().parent == out_dir
-    # After a restart by torchrun a run that is alive here has taken over since: it stays.
-    takes_over = takes_over and not torchrun_store.check(["begun"])
+    is_restart = torchrun_store.check(["begun"])
+    if torchrun_store.check(["lost"]):
+        raise Stop(f"a later run has taken over {out_dir}")
     drawn = from_rank_0(os.urandom(8).hex())
     mark = out_dir / f".run_{drawn}"
     # The same in all starts by one torchrun, which may leave marks of ranks that were killed.
     torchrun = torchrun_store.compare_set("run", "", drawn).decode()
+    facts = dict(timeout_s=config.timeout_s, torchrun=torchrun, begun=False,
+                 takes_over=takes_over and not is_restart)
     try:
-        on_rank_0(while_ours, make_mark, mark, torchrun, takes_over, config.timeout_s)
+        on_rank_0(while_ours, make_mark, mark, facts, is_restart)
         yield mark
+    except Stop:
+        if dist.get_rank() == 0 and torchrun_store.check(["begun"]) and not is_ours(mark):
+            torchrun_store.set("lost", "")
+        raise
     finally:
         if dist.get_rank() == 0:
             remove(mark)
 
 
-def make_mark(mark, torchrun, takes_over, timeout_s):
+def make_mark(mark, facts, is_restart):
     """Rank 0: make the mark, and look at those of others. Raises ValueError if one of them is alive
     and this run does not take over.
 
     First make, then look: so of two runs that begin at once at least one sees the other, and the
-    one that has made its mark later stands back.
+    one that has made its mark later stands back. A restart has been here before, so only a run that
+    has begun since can have the right.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # until the loop has handlers of its own
         signal.signal(number, functools.partial(leave, mark))
@@ -431,18 +442,23 @@ def make_mark(mark, torchrun, takes_over, timeout_s):
     path.touch()
     # A file in the folder, and this is what counts: the folder alone dcp would make anew as it
     # writes a checkpoint there, when a later run has removed it.
-    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, timeout_s=timeout_s,
-                 torchrun=torchrun, takes_over=takes_over, made_ns=path.stat().st_mtime_ns)
+    facts |= dict(host=socket.gethostname(), pid=os.getpid(), step=0,
+                  made_ns=path.stat().st_mtime_ns)
     path.write_text(json.dumps(facts))
     # Longer than a tick of the file system's clock: then marks with equal times see each other, and
     # their names decide.
     time.sleep(0.05)
     for other in others_alive(mark):
         came_first = (other["made_ns"], other["name"]) < (facts["made_ns"], mark.name)
-        if came_first and not takes_over and other["torchrun"] != torchrun:
+        is_first = other["begun"] or (came_first and not is_restart)
+        is_foreign = other["torchrun"] != facts["torchrun"]
+        if is_first and is_foreign and not facts["takes_over"]:
+            when = f"{other['age_s']:.0f} s ago"
+            if other["age_s"] < -1:
+                when = "in the future, by the clock of its host"
             raise ValueError(f"in {mark.parent} a run is alive: host {other['host']}, pid "
                              f"{other['pid']}, step {other['step']}, which it touched "
-                             f"{other['age_s']:.0f} s ago. Wait for its end, choose another "
+                             f"{when}. Wait for its end, choose another "
                              "--out_dir, or take over with --resume auto. (A run that was killed "
                              f"counts as alive for its --timeout_s {other['timeout_s']:g})")
 
@@ -474,25 +490,32 @@ def others_alive(mark):
 
 
 def read_mark(mark):
-    """What a mark says. It says nothing if it is gone, if it was made a moment ago, or if an older
-    version has made it."""
+    """What a mark says. It says nothing if it is gone, if it was made a moment ago, if an older
+    version has made it, or if it is no file of ours."""
     facts = dict(name=mark.name, host="unknown", pid="unknown", step="unknown", torchrun=None,
-                 takes_over=False, timeout_s=120.0, made_ns=0, touched_s=-math.inf)
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        file = (mark / "mark").stat()
-        facts |= dict(made_ns=file.st_mtime_ns, touched_s=file.st_mtime)
-        facts |= json.loads((mark / "mark").read_text())
+                 begun=False, takes_over=False, timeout_s=120.0, made_ns=0, touched_s=-math.inf)
+    path = mark / "mark"
+    with contextlib.suppress(OSError, ValueError):
+        found = path.stat()
+        facts |= dict(made_ns=found.st_mtime_ns, touched_s=found.st_mtime)
+        said = json.loads(path.read_text()) if path.is_file() else None
+        if isinstance(said, dict) and isinstance(said.get("made_ns"), int):
+            facts |= said
     return facts
 
 
 def touch(mark, step):
-    """Rank 0, after every step: show that this run is alive -> whether the mark is still there."""
-    # A full disk, half a file, or no mark: "r+" does not make it anew.
+    """Rank 0, once it has loaded its checkpoint and after every step: show that this run is alive
+    -> whether the mark is still there."""
+    # A full disk, a file that others have spoiled, or no mark: "r+" does not make it anew.
     with contextlib.suppress(OSError, ValueError):
         with open(mark / "mark", "r+") as file:
             facts = json.load(file)
             file.seek(0)
-            json.dump(facts | dict(step=step), file)  # in place: it is never shorter than before
+            file.write(json.dumps(facts | dict(step=step, begun=True)))
+            file.truncate()
+    with contextlib.suppress(OSError):
+        os.utime(mark / "mark")
     return is_ours(mark)
 
 
@@ -533,14 +556,14 @@ def remove_other_marks(mark):
     """Rank 0: no other run may write here any more. But one that is about to take over may: raises
     OSError then. One that begins anew after this one stands back by itself."""
     still_ours(mark)
-    made = read_mark(mark)["made_ns"], mark.name
+    mine = read_mark(mark)
     stay = [mark.name]
     for other in others_alive(mark):
-        came_later = (other["made_ns"], other["name"]) > made
-        if came_later and other["takes_over"]:
-            raise OSError(f"a later run has begun in {mark.parent}: host {other['host']}, pid "
-                          f"{other['pid']}")
-        if came_later:
+        came_later = (other["made_ns"], other["name"]) > (mine["made_ns"], mark.name)
+        if came_later and not other["begun"]:
+            if other["takes_over"]:
+                raise OSError(f"a later run has begun in {mark.parent}: host {other['host']}, pid "
+                              f"{other['pid']}")
             stay.append(other["name"])
     for path in mark.parent.glob(".run_*"):
         if path.name not in stay:

@@ -89,8 +89,12 @@ def tokenize(text, tokenizer, out_dir, writes):
         if not writes:
             return ids
         unfinished = path.with_name(f".tokens-{os.urandom(4).hex()}.npy")
-        np.save(unfinished, ids)
-        fsync(unfinished)
+        try:
+            np.save(unfinished, ids)
+            fsync(unfinished)
+        except OSError as error:
+            unfinished.unlink(missing_ok=True)
+            raise OSError(f"{path.name} cannot be written: {error} (is the disk full?)") from error
         os.replace(unfinished, path)
     return np.load(path, mmap_mode="r")
 
@@ -114,7 +118,7 @@ def load_tokens(config, tokenizer, vocab_size):
                 raise ValueError("not a text; of train.bin and val.bin give the folder")
             tokens = tokenize(text, tokenizer, config.out_dir, writes=not config.eval_only)
             train, val = np.split(tokens, [int(0.9 * len(tokens))])
-    except (ValueError, OSError) as error:  # not UTF-8, an empty file, half a token, no file
+    except (ValueError, OSError, EOFError) as error:  # not UTF-8, empty, half a token, no file
         raise ValueError(f"--dataset {path}: {error}") from error
     if not config.eval_only:
         least = config.global_batch_size * config.block_size + 1

@@ -30,6 +30,11 @@ import warnings
 import torch
 import torch.distributed as dist
 
+import trainer
+
+
+AGENT_HAS_ENDED = "torchrun has ended"
+
 
 class Stop(Exception):
     """All ranks stop here, for a reason that is said in one line."""
@@ -77,7 +82,9 @@ def start_process_group(device, timeout_s):
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         has_agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_agent(address if has_agents_store else None)
+            end_with_agent()
+            if has_agents_store:
+                check_store(address)
         is_host = rank == 0 and not has_agents_store
         torchrun_store = dist.TCPStore(*address, is_master=is_host, timeout=timeout,
                                        wait_for_workers=False)
@@ -87,22 +94,24 @@ def start_process_group(device, timeout_s):
     return torchrun_store
 
 
-def end_with_agent(address):
+def end_with_agent():
     """Let Linux send this rank a SIGTERM when torchrun's agent, its parent, ends, however it ends.
     (An agent that is stopped while it starts its ranks leaves without a word to them, torch 2.13,
-    and one that is killed always does.)
-
-    address: (host, port) of the agent's store, None if there is none. Where nobody answers there,
-    the agent has gone before this line, and Stop is raised.
-    """
+    and one that is killed always does.) Raises Stop if it has ended before."""
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1  # of linux/prctl.h
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if address is not None:
-        try:
-            socket.create_connection(address, timeout=60).close()
-        except ConnectionRefusedError as error:
-            raise Stop("torchrun has ended") from error
+    is_forked = os.getpid() != trainer.PROCESS  # by a program that has imported this
+    if os.getppid() != trainer.PARENT and not is_forked:
+        raise Stop(AGENT_HAS_ENDED)
+
+
+def check_store(address):
+    """Raise Stop if nobody answers at the address of the agent's store, (host, port)."""
+    try:
+        socket.create_connection(address, timeout=60).close()
+    except ConnectionRefusedError as error:
+        raise Stop(AGENT_HAS_ENDED) from error
 
 
 def meet(store, rank, world_size, timeout):
@@ -253,6 +262,8 @@ def drop_unwritten():
 def refuse(error, status=2):
     """Say in one line why the run stops, and leave. Only the first rank of a host speaks."""
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        if error == AGENT_HAS_ENDED:
+            os._exit(status)
         # If it left first, torchrun would end the others before they can speak. If only this rank
         # has failed, no SIGTERM comes, and it prints the line itself.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
