@@ -691,9 +691,10 @@ def largest_micro_batch(config, vocab_size, device):
 def evaluate(model, tokens, config, device):
     """Mean loss over eval_steps blocks of validation tokens, divided among the ranks. A collective.
 
-    The blocks are the same in every run, whatever its seed, and each has a loss of its own: so runs
-    can be compared, also where their W or their micro batches differ. (On a CPU to the last bit. An
-    accelerator may multiply larger batches by kernels that round otherwise.)
+    The blocks are the same in every run, whatever its seed, and each has a loss of its own. So runs
+    can be compared, also where their W or their micro batches differ, on a CPU to the last bit.
+    (But for sequences of less than four tokens MKL has other kernels, and an accelerator may have
+    them for any size. Then the last digits differ.)
 
     A forward may be a collective, so all ranks make the same number, and torch.compile wants
     batches of one size: what is too many is the last block again, and does not count.

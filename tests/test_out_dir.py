@@ -1,5 +1,6 @@
 """train.py: one run at a time in an out_dir, and no rank without its torchrun."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -256,6 +257,7 @@ def test_ranks_end_with_their_agent(n_ranks, number, tmp_path):
                f"--nproc_per_node={n_ranks}"]
     with open(tmp_path / "log", "w") as log:
         agent = subprocess.Popen([*command, ROOT / "train.py", *words], stdout=log, stderr=log)
+    agent.ranks = []
     try:
         while not (metrics.exists() and metrics.read_text()):
             assert agent.poll() is None, (tmp_path / "log").read_text()
@@ -270,6 +272,9 @@ def test_ranks_end_with_their_agent(n_ranks, number, tmp_path):
     finally:
         agent.kill()
         agent.wait()
+        for pid in agent.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     n_steps = lines_of(metrics)[-1]["step"]
     assert saved(out) == [n_steps], (tmp_path / "log").read_text()[-2000:]
     assert "stopped by a signal" in (tmp_path / "log").read_text()
@@ -341,12 +346,20 @@ def test_later_runs_have_the_right_to_take_over(tmp_path):
         checkpoint.rewind(mine, dict(step=3, best_step=0), keeps_metrics=True)
     assert folder.exists() and earlier.exists(), "something has gone"
     checkpoint.remove(later)
+    begun = make_mark(tmp_path, "begun", 90, begun=True)
+    anew = make_mark(tmp_path, "anew", 60)
+    (anew / "mark").touch()
+    with pytest.raises(OSError, match="a later run has begun in .*host far, pid 7"):
+        checkpoint.rewind(anew, dict(step=3, best_step=0), keeps_metrics=True)
+    assert folder.exists() and begun.exists(), "something has gone"
+    checkpoint.remove(anew)
     stands_back = make_mark(tmp_path, "stands_back", 30)
     in_making = tmp_path / ".run_in_making"
     in_making.mkdir()
     (in_making / "mark").touch()  # and has not said yet whose it is
     checkpoint.rewind(mine, dict(step=3, best_step=0), keeps_metrics=True)
-    assert not folder.exists() and not earlier.exists(), "something has stayed"
+    gone = [folder, earlier, begun]
+    assert not any(path.exists() for path in gone), "something has stayed"
     assert stands_back.exists() and in_making.exists(), "a mark of a run that stands back has gone"
     checkpoint.remove(mine)
     with pytest.raises(OSError, match="a later run has begun"):
@@ -412,7 +425,7 @@ def test_who_has_the_right_to_out_dir(tmp_path):
 def test_a_spoiled_mark_is_still_touched(tmp_path):
     mark = tmp_path / ".run_mine"
     mark.mkdir()
-    for content in ("", "garbage"):
+    for content in ("", "garbage", "5"):
         (mark / "mark").write_text(content)
         age(mark / "mark", -3600)
         assert checkpoint.touch(mark, 3)

@@ -419,8 +419,9 @@ def claim(config, torchrun_store):
         on_rank_0(while_ours, make_mark, mark, facts, is_restart)
         yield mark
     except Stop:
-        if dist.get_rank() == 0 and torchrun_store.check(["begun"]) and not is_ours(mark):
-            torchrun_store.set("lost", "")
+        with contextlib.suppress(RuntimeError):  # torchrun is gone, too
+            if dist.get_rank() == 0 and torchrun_store.check(["begun"]) and not is_ours(mark):
+                torchrun_store.set("lost", "")
         raise
     finally:
         if dist.get_rank() == 0:
@@ -508,7 +509,7 @@ def touch(mark, step):
     """Rank 0, once it has loaded its checkpoint and after every step: show that this run is alive
     -> whether the mark is still there."""
     # A full disk, a file that others have spoiled, or no mark: "r+" does not make it anew.
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         with open(mark / "mark", "r+") as file:
             facts = json.load(file)
             file.seek(0)
@@ -553,17 +554,20 @@ def remove(mark):
 
 
 def remove_other_marks(mark):
-    """Rank 0: no other run may write here any more. But one that is about to take over may: raises
-    OSError then. One that begins anew after this one stands back by itself."""
+    """Rank 0: no other run may write here any more. But one may that is about to take over, or has
+    begun meanwhile: raises OSError then. One that begins anew after this one stands back by itself.
+    """
     still_ours(mark)
     mine = read_mark(mark)
     stay = [mark.name]
     for other in others_alive(mark):
         came_later = (other["made_ns"], other["name"]) > (mine["made_ns"], mark.name)
+        will_take_over = came_later and not other["begun"] and other["takes_over"]
+        has_begun = other["begun"] and not mine["takes_over"]
+        if other["torchrun"] != mine["torchrun"] and (will_take_over or has_begun):
+            raise OSError(f"a later run has begun in {mark.parent}: host {other['host']}, pid "
+                          f"{other['pid']}")
         if came_later and not other["begun"]:
-            if other["takes_over"]:
-                raise OSError(f"a later run has begun in {mark.parent}: host {other['host']}, pid "
-                              f"{other['pid']}")
             stay.append(other["name"])
     for path in mark.parent.glob(".run_*"):
         if path.name not in stay:
