@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.params import ROOT
-from tests.runs import finish, in_update, lines_of, refused, run_train, this_rank, write_line
+from tests.runs import finish, in_update, lines_of, refused, run_train, write_line
 from tests.test_flags import bare
 from trainer.log import scalars
 from trainer.ranks import one_line
@@ -87,12 +87,8 @@ def test_out_of_memory_is_said(tmp_path):
     assert one_line(RuntimeError("other\n  text")) == "other text"
 
 
-def always_called(module, inputs, output):
-    raise RuntimeError("a hook that fails, too")
-
-
 def fail_in_forward():
-    """Plant an error in a forward of rank 0, after which a hook that is called always fails; and
+    """Plant an error in a forward, after which a hook that is called always fails; and
     warnings, which the tests' server ignores."""
     warnings.simplefilter("default")
     real = torch.nn.functional.embedding
@@ -100,12 +96,16 @@ def fail_in_forward():
 
     def embedding(*arguments, **options):
         calls.append(1)
-        if len(calls) == 3 and this_rank() == 0:
-            torch.nn.modules.module.register_module_forward_hook(always_called, always_call=True)
+        if len(calls) == 3:
             raise RuntimeError("the error")
         return real(*arguments, **options)
 
+    def always_called(module, inputs, output):
+        if len(calls) == 3:
+            raise RuntimeError("a hook that fails, too")
+
     torch.nn.functional.embedding = embedding
+    torch.nn.modules.module.register_module_forward_hook(always_called, always_call=True)
 
 
 def test_one_error_is_said_once(tmp_path):
