@@ -10,7 +10,7 @@
 #                                 assets/memory.svg (matplotlib): 5 minutes
 #     ./bench.sh scaling          weak and strong scaling: 20 minutes
 #     ./bench.sh link 1gbit       two hosts with a slow link between them (Linux, root, iproute2):
-#                                 5 minutes a rate
+#                                 5 minutes
 #     ./bench.sh gpu              all that an accelerator has to show, equal bits, speed, overlap:
 #                                 3 minutes on two simulated devices
 #     ./bench.sh timeline 1gbit   pictures of a step in time, in assets/, over such a link; without

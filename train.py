@@ -12,10 +12,10 @@
     python train.py --resume out/best --eval_only --prompt "def "   # ask a checkpoint
 
 Replaces a trainer framework by one loop. The options come first, then `main`, the loop in `train`,
-`train_step`, and then what these call: of the data, the model and the modes, and of the end. The
-rest is in trainer/. The modes differ in `wrap`, which calls what makes them, and in
-`set_is_last_micro_step`; `naive` averages in `train_step`. One process is a process group of one
-rank, so no line asks whether there is a group.
+and `train_step`; then what these call: preparing a run, model and modes, the optimizer, evaluation
+and the end of a run. The rest is in trainer/. The modes differ in `wrap`, which calls what makes
+them, and in `set_is_last_micro_step`; `naive` averages in `train_step`. One process is a process
+group of one rank, so no line asks whether there is a group.
 
 How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
 alone, and ranks take its micro batches in turn: any number of ranks reads the same samples in the
@@ -170,18 +170,19 @@ def main(config, progress):
     torchrun_store = start_process_group(device, config.timeout_s)
     together(check, config, device)
     tokenizer, gpt, tokens, val_tokens = together(prepare, config)
-    # mark: a hidden folder of out_dir, which no other run writes to as long as it is there.
+    # mark: a hidden folder in out_dir. As long as it is there, no other run writes to out_dir.
     with claim(config, torchrun_store) as mark:
         return train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens,
                      val_tokens)
 
 
 def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens, val_tokens):
-    """What `main` does with the other ranks, and with what each has prepared -> exit status.
+    """The run itself, once ranks have met and out_dir is claimed -> exit status. A collective.
 
     gpt: the model without any wrapper. mark: None in an evaluation.
     """
-    # 1) all ranks have the same; of data and folders that is what is in them, not their paths
+    # 1) all ranks must have the same flags, model and data. Paths may differ: what the folders hold
+    # is compared instead
     facts = facts_of_run(config, gpt, tokens)
     check_ranks_agree(vars(config) | facts | facts_of_start(mark, val_tokens, config))
     if config.micro_batch_size == "auto":
@@ -256,7 +257,7 @@ def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens
         if config.save_interval and (is_time or best or stop):
             record = dict(progress | best, facts=facts, scaler=scaler.state_dict(),
                           world_size=dist.get_world_size(), config=flags_to_save(config),
-                          eval_in="sequences")
+                          eval_in="sequences")  # an older version counted micro batches
             tensors = checkpoint_tensors(model, optimizer, gpt, residual)  # top-k makes new ones
             saved = save_checkpoint(mark, tensors, record, metrics)
             if saved:
@@ -280,7 +281,7 @@ def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens
     if config.sample_tokens and is_finite:
         say(f"sample:\n{sample(gpt, tokenizer, config, device)}")
     if config.export_hf:
-        say(f"{config.export_hf} gets the model and no tokenizer, which is tiktoken's here")
+        say(f"--export_hf {config.export_hf}: without a tokenizer, since this run's is tiktoken's")
     print_result(model, progress, recent, n_bytes, config)
     if config.export_hf:
         export(model, gpt.config, config.export_hf, tokenizer.eot_token)

@@ -38,18 +38,23 @@ def make_unreadable(path):
     path.mkdir()
 
 
-@pytest.mark.ranks(1)
-def test_what_is_missing_is_named(tmp_path):
-    """A checkpoint that lacks a tensor is refused, and not half loaded; but what only top-k has may
-    be missing, of a rank that was not there."""
-    tensors = dict(weight=torch.ones(3))
-    dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
+@pytest.mark.ranks(1, 2)
+def test_what_is_missing_is_named():
+    """A checkpoint that lacks a tensor is refused, on all ranks although one has a part of it, and
+    not half loaded; but what only top-k has may be missing, of a rank that was not there."""
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folders)
+    dcp.save(dict(weight=torch.ones(3)), checkpoint_id=folders[0])
     record = dict(facts={})
-    found = {"weight": torch.zeros(3), "residual.1.weight": torch.zeros(3)}
-    load(tmp_path, record, found, {})
+    found = {"weight": torch.zeros(3), f"residual.{dist.get_rank()}.weight": torch.zeros(3)}
+    load(folders[0], record, found, {})
     assert found["weight"].tolist() == [1, 1, 1]
+    if dist.get_rank() == 0:
+        found["exp_avg.weight"] = torch.zeros(3)
     with pytest.raises(Stop, match="has no exp_avg.weight"):
-        load(tmp_path, record, found | {"exp_avg.weight": torch.zeros(3)}, {})
+        load(folders[0], record, found, {})
+    dist.barrier()
+    shutil.rmtree(folders[0], ignore_errors=True)
 
 
 # What is no checkpoint of a run: a flag, its value and what the line names.

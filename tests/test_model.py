@@ -168,7 +168,7 @@ def test_llama_folders_go_out_and_in(tmp_path):
     trained = finish(tmp_path / "out", 2, mode="zero3", n_head=4, n_kv_head=2, lr=0.1,
                      min_lr=0.1, export_hf=tmp_path / "hf")
     expected = trained["param_sha256"]
-    assert f"{tmp_path}/hf gets the model and no tokenizer" in trained["stdout"]
+    assert f"--export_hf {tmp_path}/hf: without a tokenizer" in trained["stdout"]
     config = transformers.LlamaConfig.from_pretrained(
         tmp_path / "hf", tie_word_embeddings=False, rms_norm_eps=1e-3,
         rope_parameters=dict(rope_type="default", rope_theta=50.0))

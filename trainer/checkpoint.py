@@ -299,19 +299,24 @@ def resume(config, mark, tensors, facts, torchrun_store):
 
 def load(folder, record, tensors, facts):
     """Read a sound checkpoint into tensors. Raises Stop, naming the first fact of its record that
-    is not as this run has it. A collective."""
+    is not as this run has it, or a tensor that it lacks. A collective."""
     facts_before = {"optimizer": "adamw"} | record["facts"]  # which older ones do not say
     for name, value in facts.items():
         if name in facts_before and facts_before[name] != value:
             raise Stop(f"{folder} has {name} {facts_before[name]}, and this run {value}")
     reader = dcp.FileSystemReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
-    for key in tensors:
-        # A rank that was not there before has no residual of top-k to load.
-        if key not in saved and not key.startswith("residual."):
-            raise Stop(f"{folder} has no {key}")
+    together(check_keys, folder, reader, tensors)
     dcp.load(tensors, storage_reader=reader,
              planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+
+
+def check_keys(folder, reader, tensors):
+    """Raise ValueError if a tensor is not in a checkpoint. A residual of top-k may be missing: a
+    rank that was not there before has none."""
+    known = reader.read_metadata().state_dict_metadata
+    for key in tensors:
+        if key not in known and not key.startswith("residual."):
+            raise ValueError(f"{folder} has no {key}")
 
 
 def rewind(mark, past, keeps_metrics):

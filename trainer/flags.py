@@ -219,7 +219,7 @@ def flags_of_checkpoint(Config, given):
         if hasattr(Config, name) and name not in OF_ONE_START:  # an older version had other flags
             saved[name] = value
     if "eval_in" not in record and "eval_steps" in saved:
-        saved["eval_steps"] *= saved["micro_batch_size"]  # an older version counted batches
+        saved["eval_steps"] *= saved["micro_batch_size"]  # they were micro batches, now sequences
     if saved.get("mode") == "single":
         del saved["mode"]  # single is the default without torchrun, and impossible under it
     if given.get("eval_only"):

@@ -32,7 +32,6 @@ import torch.distributed as dist
 
 import trainer
 
-
 AGENT_HAS_ENDED = "torchrun has ended"
 
 
@@ -263,7 +262,7 @@ def refuse(error, status=2):
     """Say in one line why the run stops, and leave. Only the first rank of a host speaks."""
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
         if error == AGENT_HAS_ENDED:
-            os._exit(status)
+            os._exit(status)  # nobody is left who would end the first rank before it speaks
         # If it left first, torchrun would end the others before they can speak. If only this rank
         # has failed, no SIGTERM comes, and it prints the line itself.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
