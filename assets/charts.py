@@ -1,56 +1,36 @@
-"""Pictures of what bench.sh has measured: out/bench/ -> assets/COMMAND.svg.
+"""Pictures of what bench.sh has measured, of a run and of the files -> assets/COMMAND.svg.
 
     ./bench.sh modes && python assets/charts.py modes     step time beside torch's and DeepSpeed's
     ./bench.sh memory                                     calls `python assets/charts.py memory`
     python assets/charts.py link FILE.jsonl ...           step time over slow links; each file has
                                                           the runs of one rate
+    python assets/charts.py loss [metrics.jsonl]          losses of a run, of out/ unless told
+    python assets/charts.py files                         files, their lines, who imports whom
 
 Needs matplotlib. Text and axes are grey, on nothing: readable on white pages and on black ones.
 """
 
+import ast
 import json
 import pathlib
 import statistics
 import sys
 
-from timeline import ROOT, WHOLE, read_spans
+from timeline import KINDS, ROOT, WHOLE, pyplot_on_nothing, read_spans, save
 
 BENCH = ROOT / "out" / "bench"
-OURS = "#3f87c5"
-TORCHS = "#b9791c"
-DEEPSPEEDS = "#7a62b8"
-KINDS = {"parameters": "#3f87c5", "gradients": "#b9791c", "Adam": "#3f9a66"}
+OURS = "#7a62b8"
+TORCHS = "#bf4f86"
+DEEPSPEEDS = "#2a9d9d"
+# Each imports only some of those before it.
+FILES = ("oracle.py", "model.py", "guards.py", "ddp.py", "zero.py", "trainer/", "train.py",
+         "verify.py", "tests/")
+IDEA = ("oracle.py", "ddp.py", "zero.py")
 
 
 def refuse(why):
     print(f"charts.py: {why}", file=sys.stderr)
     sys.exit(2)
-
-
-def pyplot_on_nothing():
-    """matplotlib's pyplot, for pictures without a background."""
-    try:
-        import matplotlib
-    except ImportError:
-        refuse("it draws with a package: pip install matplotlib")
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
-        pyplot.rcParams[name] = "grey"
-    pyplot.rcParams["svg.fonttype"] = "none"  # text stays text
-    pyplot.rcParams["svg.hashsalt"] = "nanoZeRO"  # the same picture is the same file
-    pyplot.rcParams["font.sans-serif"] = "DejaVu Sans"
-    pyplot.rcParams["legend.frameon"] = False
-    return pyplot
-
-
-def save(figure, name):
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    path = ROOT / "assets" / f"{name}.svg"
-    figure.savefig(path, bbox_inches="tight", transparent=True, metadata={"Date": None})
-    print(path)
 
 
 def step_times(path):
@@ -103,7 +83,7 @@ def draw_modes():
 
 
 def draw_link(paths):
-    """Step times over slow links, on a logarithmic scale, a panel for each file."""
+    """Step times over slow links, a panel for each file, with an axis of its own."""
     pyplot = pyplot_on_nothing()
     figure, panels = pyplot.subplots(1, len(paths), figsize=(9, 3), sharey=True, squeeze=False)
     for axes, path in zip(panels[0], paths):
@@ -117,13 +97,82 @@ def draw_link(paths):
             mode, *flags = row.split()
             names.append(f"{mode}, {flags[1]}" if flags else mode)
         draw_bars(axes, names, [times[row, 2] for row in rows])
-        axes.set_xscale("log")
-        axes.set_xlim(500, 80_000)  # the same on all panels, with room for the numbers
+        axes.locator_params(axis="x", nbins=4)
         axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.xaxis.set_minor_formatter("")
         axes.set_title(rate, fontsize=10)
-        axes.set_xlabel("ms a step (logarithmic)")
+        axes.set_xlabel("ms a step")
     save(figure, "link")
+
+
+def draw_loss(path):
+    """Training loss, the mean of 20 steps, and validation loss of a run."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        refuse(f"{path} does not have the metrics of a run: {error}")
+    losses = [line["loss"] for line in lines]
+    steps = range(20, len(losses) + 1, 20)
+    means = [statistics.mean(losses[step - 20:step]) for step in steps]
+    evaluated = [line for line in lines if "val_loss" in line]
+    pyplot = pyplot_on_nothing()
+    figure, axes = pyplot.subplots(figsize=(9, 2.6))
+    axes.plot(steps, means, color=OURS, label="training")
+    axes.plot([line["step"] for line in evaluated], [line["val_loss"] for line in evaluated],
+              color=OURS, marker="o", linestyle="none", label="validation")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats a byte")
+    axes.legend()
+    save(figure, "loss")
+
+
+def files_of(name):
+    """The Python files of a file or folder of the picture."""
+    return sorted(ROOT.glob(f"{name}*.py")) if name.endswith("/") else [ROOT / name]
+
+
+def imported_by(name):
+    """The files and folders of the picture that a file, or those of a folder, import."""
+    modules = set()
+    for path in files_of(name):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules.update(alias.name.split(".")[0] for alias in node.names)
+            if isinstance(node, ast.ImportFrom):
+                modules.add(node.module.split(".")[0])
+    found = []
+    for other in FILES:
+        module = other.removesuffix(".py").removesuffix("/")
+        if other != name and module in modules:
+            found.append(other)
+    return found
+
+
+def rounded_lines(name):
+    """Lines of a file or folder, to the nearest 50."""
+    n = sum(len(path.read_text().splitlines()) for path in files_of(name))
+    return 50 * round(n / 50)
+
+
+def draw_files():
+    """A row for each file: its lines, and a dot below each file that it imports."""
+    pyplot = pyplot_on_nothing()
+    figure, (lines, dots) = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True)
+    for row, name in enumerate(FILES):
+        n = rounded_lines(name)
+        color = OURS if name in IDEA else "grey"
+        lines.barh(row, n, 0.6, color=color)
+        lines.text(n + 60, row, f"{n:,}", color="grey", fontsize=9, va="center")
+        dots.axhline(row, color="grey", linewidth=0.3)
+        for other in imported_by(name):
+            dots.plot(FILES.index(other), row, "o", color=OURS if other in IDEA else "grey")
+    lines.set_yticks(range(len(FILES)), FILES)
+    lines.invert_yaxis()
+    lines.set_xlabel("lines, to the nearest 50; violet: the idea, and its fast form")
+    dots.set_xticks(range(len(FILES) - 1), FILES[:-1], rotation=40, ha="left")
+    dots.xaxis.tick_top()
+    dots.tick_params(length=0)
+    dots.set_xlabel("a dot: the file on the left imports the one above")
+    save(figure, "files")
 
 
 def most_held(path):
@@ -174,6 +223,10 @@ def main():
         draw_memory()
     elif command == "link" and paths:
         draw_link([pathlib.Path(path) for path in paths])
+    elif command == "loss" and len(paths) < 2:
+        draw_loss(pathlib.Path(*paths or [ROOT / "out" / "metrics.jsonl"]))
+    elif command == "files" and not paths:
+        draw_files()
     else:
         print(__doc__, file=sys.stderr)
         return 0 if command in ("-h", "--help") else 2

@@ -241,46 +241,81 @@ def print_overlap(paths):
 # -------------------------------------------------------------------------------------------------
 # drawing
 
-COLORS = {  # seen on white and on black, as is grey
-    "forward": "#3f87c5",
-    "backward": "#7a62b8",
-    "optimizer": "#3f9a66",
-    "unshard": "#b9791c",
-    "reduce": "#bf4f86",
-    "wait": "#dc3d33",
+# In all pictures; seen on white and on black, as is grey.
+KINDS = {"parameters": "#3f87c5", "gradients": "#b9791c", "Adam": "#3f9a66"}
+COLORS = {
+    "forward": "#969da6",
+    "backward": "#6a727c",
+    "Adam": KINDS["Adam"],
+    "parameters on their way": KINDS["parameters"],
+    "gradients on their way": KINDS["gradients"],
+    "waiting": "#dc3d33",
 }
 WHOLE = {"ddp": 16, "zero1": 8, "zero2": 4, "zero3": 0}  # bytes a parameter that are not sharded
 LANE = 3  # height of a rank's lane
 TRACKS = 8  # of what is on its way, below what a rank does
 
 
+def pyplot_on_nothing():
+    """matplotlib's pyplot, for pictures without a background."""
+    try:
+        import matplotlib
+    except ImportError:
+        refuse("it draws with a package: pip install matplotlib")
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+        pyplot.rcParams[name] = "grey"
+    pyplot.rcParams["svg.fonttype"] = "none"  # text stays text
+    pyplot.rcParams["svg.hashsalt"] = "nanoZeRO"  # the same picture is the same file
+    pyplot.rcParams["font.sans-serif"] = "DejaVu Sans"
+    pyplot.rcParams["legend.frameon"] = False
+    return pyplot
+
+
+def save(figure, name):
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    path = ROOT / "assets" / f"{name}.svg"
+    figure.savefig(path, bbox_inches="tight", transparent=True, metadata={"Date": None})
+    print(path)
+
+
 def label_of(span):
-    """The number of the block that a bar belongs to, or whose parameter is the first of its bucket.
-    "r" for the root, whose last norm begins the first bucket of DDP; nothing for a wait."""
+    """The number of the block that a bar belongs to, or whose parameter is the first of its bucket;
+    r for the root, whose last norm begins the first bucket of DDP. Before it, of what is on its
+    way, p for parameters, g for gradients. Nothing for a wait."""
     found = re.search(r"block\w*\W(\d+)", span.what)
-    if found and span.kind != "wait":
-        return found[1]
-    if span.kind == "sent" and re.search(r"root|norm\.", span.what):
-        return "r"
-    return ""
+    if span.kind == "sent":
+        kind = "p" if span.what.startswith("unshard") else "g"
+        return kind + (found[1] if found else "r")
+    return found[1] if found and span.kind in ("forward", "backward") else ""
 
 
 def draw_lane(axes, spans, begin_ms, lane):
-    """A rank's bars: what it does; below that, in turn on eight tracks, what is on its way."""
+    """A rank's bars: what it does; below that, in turn on eight tracks, what is on its way. g3' is
+    another bucket that begins in block 3."""
     n_sent = 0
+    of_gradients = set()  # labels
     for span in spans:
-        y, height, size, name = lane, 0.9, 10, span.kind
+        y, height, size = lane, 0.9, 10
+        label = label_of(span)
+        name = {"optimizer": "Adam", "wait": "waiting"}.get(span.kind, span.kind)
         if span.kind == "sent":
-            y, height, size, name = lane - 0.65 - 0.24 * (n_sent % TRACKS), 0.22, 7, "reduce"
-            if span.what.startswith("unshard"):
-                name = "unshard"
+            y, height, size = lane - 0.65 - 0.24 * (n_sent % TRACKS), 0.22, 7
+            kind = "parameters" if span.what.startswith("unshard") else "gradients"
+            name = f"{kind} on their way"
             n_sent += 1
+            if kind == "gradients":
+                label += "'" if label in of_gradients else ""
+                of_gradients.add(label)
         if name not in COLORS:
             continue
         width = span.end_ms - span.start_ms
         left = span.start_ms - begin_ms
         bar = axes.barh(y, width, height, left, color=COLORS[name])
-        axes.bar_label(bar, [label_of(span)], label_type="center", color="w", fontsize=size)
+        axes.bar_label(bar, [label], label_type="center", color="w", fontsize=size)
 
 
 def draw_memory(axes, spans, begin_ms, formula):
@@ -290,9 +325,8 @@ def draw_memory(axes, spans, begin_ms, formula):
         if span.kind == "bytes":
             times.append(span.start_ms - begin_ms)
             held.append(json.loads(span.what))
-    colors = [COLORS["unshard"], COLORS["reduce"], COLORS["optimizer"]]
-    labels = ("parameters", "gradients", "Adam")
-    axes.stackplot(times, *zip(*held), step="post", labels=labels, colors=colors)
+    colors = list(KINDS.values())
+    axes.stackplot(times, *zip(*held), step="post", labels=list(KINDS), colors=colors)
     axes.axhline(formula, color="grey", linestyle="--", label="formula")
     axes.set(xlabel="ms", ylabel="bytes a parameter", ylim=(0, 22))
     axes.legend(ncols=4, loc="upper center")
@@ -302,19 +336,7 @@ def draw(mode, paths):
     """Traces of all ranks -> assets/MODE.svg. What is held is that of rank 0."""
     if mode not in WHOLE:
         refuse(f"draw {mode}: choose ddp, zero1, zero2 or zero3")
-    try:
-        import matplotlib
-    except ImportError:
-        refuse("draw needs a package: pip install matplotlib")
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    for name in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
-        pyplot.rcParams[name] = "grey"
-    pyplot.rcParams["svg.fonttype"] = "none"  # text stays text
-    pyplot.rcParams["font.sans-serif"] = "DejaVu Sans"
-    pyplot.rcParams["legend.frameon"] = False
-
+    pyplot = pyplot_on_nothing()
     W = len(paths)
     traces = [read_spans(path) for path in paths]
     begin_ms = traces[0][0].start_ms
@@ -325,14 +347,14 @@ def draw(mode, paths):
     names = [f"rank {rank}" for rank in range(W)]
     lanes.set_yticks(places, names)
     draw_memory(memory, traces[0], begin_ms, WHOLE[mode] + (16 - WHOLE[mode]) / W)
+    lanes.set_title("what is on its way: from its start until the rank has waited for it",
+                    fontsize=8, loc="left")
 
     handles = []
     for name, color in COLORS.items():
         handles.append(pyplot.Rectangle((0, 0), 1, 1, color=color, label=name))
     figure.legend(handles=handles, ncols=len(handles), loc="upper center")
-    path = ROOT / "assets" / f"{mode}.svg"
-    figure.savefig(path, bbox_inches="tight", transparent=True)
-    print(path)
+    save(figure, mode)
 
 
 # -------------------------------------------------------------------------------------------------
