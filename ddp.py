@@ -200,9 +200,9 @@ def all_reduce(flat: torch.Tensor, process_group: Group = None, tag: int = 0):
 
 
 def count_ranks(flags: list[bool], device: torch.device, process_group: Group):
-    """Start to count, on device, on how many ranks each of flags, a list of bools, is set -> a
-    function that waits for the list of these numbers. (Of a number there, in place of a bool: the
-    sum over ranks.) Costs an all-reduce of 4 bytes per flag."""
+    """Start to count, for each of flags, a list of bools, the ranks on which it is set, on device
+    -> a function that waits for the list of these numbers. (Of a number there, in place of a bool:
+    the sum over ranks.) Costs an all-reduce of 4 bytes per flag."""
     # non_blocking: else the CPU would wait here for all that the device has yet to do.
     counts = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)
     work = dist.all_reduce(counts, group=process_group, async_op=True)
@@ -333,11 +333,10 @@ def fill_buckets(parameters: list[torch.nn.Parameter], cap_bytes: float,
     A list has parameters of one kind: one device, one dtype, all trained or all frozen. Each kind
     has a list of its own that is filling; a parameter of another kind does not close it.
     A parameter that would bring its list above the limit, in bytes, closes it, and opens the next
-    one. The limit is first_bytes until the first
-    list is closed, so that communication starts early. After that it doubles with every list that
-    is closed, of whichever kind, up to cap_bytes. (To close a list after it has exceeded its limit
-    would be worse: the head could share one with the embedding, and wait for the end of the
-    backward.)
+    one. The limit is first_bytes until the first list is closed, so that communication starts
+    early. After that it doubles with every list that is closed, of whichever kind, up to cap_bytes.
+    (To close a list after it has exceeded its limit would be worse: the head could share one with
+    the embedding, and wait for the end of the backward.)
     """
     full = []
     filling = {}  # {kind: a list}
@@ -689,8 +688,8 @@ class Reducer(torch.nn.Module):
                 return wait()
         except RuntimeError as error:
             raise RuntimeError(f"rank {dist.get_rank()} could not {what} (has another rank died, "
-                               f"left out a forward or backward, or called wrappers or units in "
-                               f"another order?): {error}") from error
+                               f"left out a forward, a backward or saving, or called wrappers or "
+                               f"units in another order?): {error}") from error
         finally:
             self.exposed_s += time.perf_counter() - start_s
 
@@ -878,7 +877,7 @@ class PlainDDP(Reducer):
         return super()._scale_before_sum()
 
     def _reduce(self, bucket):
-        """Sum bucket's gradients over ranks, in place."""
+        """A reduction that sums bucket's gradients over ranks, in place."""
         if self._comm_hook is None:
             return all_reduce(bucket.gradients, self.process_group, self._first_tag)
         return self._call_comm_hook(bucket)

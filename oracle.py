@@ -69,7 +69,7 @@ def reduce_scatter(flat: Tensor, earlier: Tensor | None = None, process_group=No
     sizes = [len(piece) for piece in flat.tensor_split(W)]
     n = sizes[rank]
     arriving = flat.new_empty(W, n)  # row r comes from rank r
-    # n elements from each rank, and sizes[r] to rank r.
+    # Rank r gets the r-th piece of every rank's flat: sizes[r] elements go to r, n come from each.
     dist.all_to_all_single(arriving.view(-1), flat, [n] * W, sizes, group=process_group)
     wide_dtype = torch.promote_types(flat.dtype, torch.float32)  # in 16 bits each sum would round
     addends = list(arriving.to(wide_dtype))
@@ -95,7 +95,7 @@ def all_gather(flat: Tensor, process_group=None) -> None:
 # data parallelism
 #
 #     loss = module(x, y)
-#     loss.backward()                 # several of these two: gradients add up
+#     loss.backward()                 # several of these two: gradients add up; divide each loss
 #     average_gradients(module)
 #     optimizer.step(); optimizer.zero_grad()
 
@@ -107,8 +107,7 @@ def average_gradients(module: Module, process_group=None,
 
     divide_factor: what the sum over ranks is divided by; W unless given. Each rank multiplies its
     gradient by 1/divide_factor before the sum, as DDP does: where that sums 16-bit numbers, the sum
-    might overflow. With W a second call changes nothing but rounding, as the mean of equal values
-    is the value; with another factor it would.
+    might overflow.
 
     A parameter that a rank has not used (`grad is None`) counts as zero there. One that no rank has
     used keeps None, as in torch's DDP with find_unused_parameters=True. Frozen ones are left alone.
@@ -140,11 +139,11 @@ def average_gradients(module: Module, process_group=None,
 #     reduce_in_backward(module)                 # in stages 2 and 3 only
 #     gather_when_used(module, module.blocks)    # in stage 3 only
 #     shards = [p.shard for p in module.parameters()]
-#     # Not fused: that kernel rounds the end of a tensor in another way.
+#     # Not fused: that kernel rounds the end of a tensor differently.
 #     optimizer = torch.optim.AdamW(shards, fused=False)
 #     for x, y in batches:
 #         loss = module(x, y)
-#         loss.backward()                        # several of these two: gradients add up
+#         loss.backward()                        # several of these two: as above
 #         reduce_gradients(module)               # in stage 1 only
 #         optimizer.step()                       # changes this rank's piece of each parameter
 #         optimizer.zero_grad()
@@ -158,7 +157,7 @@ def average_gradients(module: Module, process_group=None,
 def make_shards(module: Module) -> None:
     """Give each parameter p of module a `p.shard` for the optimizer: a Parameter which is this
     rank's piece, of shape (n, 1, ..., 1), with as many dimensions as p. (Many scripts let only
-    parameters of two dimensions decay, hence the ones.) Before, all ranks take rank 0's values."""
+    parameters of two dimensions decay, hence the ones.) First all ranks take rank 0's values."""
     for t in (*module.parameters(), *module.buffers()):
         dist.broadcast(t.data, src=0)
     for p in module.parameters():
@@ -188,7 +187,7 @@ def reduce_gradients(module: Module) -> None:
 
 
 def gather_parameters(module: Module) -> None:
-    """Call it after a step. Then only the owner of a piece has its new values, and sends them."""
+    """Call it after a step, in which a rank has changed its own pieces: it sends them to all."""
     for p in module.parameters():
         all_gather(p.data.view(-1))
 
@@ -239,11 +238,12 @@ def pack(module: Module, t: Tensor) -> Callable[[], Tensor]:
     If t is a parameter of module, or a view of one, such as its transpose, t would keep the memory
     of the whole parameter. So the recipe gathers it again. Do not step between a forward and its
     backward: these would be new values, and nobody would notice."""
-    for p in module.parameters():  # those that are not whole now have the memory of their nan
+    for p in module.parameters():  # if p is not whole now, its nan's memory is never that of t
         if t.untyped_storage().data_ptr() == p.untyped_storage().data_ptr():
             layout = t.shape, t.stride(), t.storage_offset()
-            return lambda: gather(p).as_strided(*layout)
-    # tanh saves its output, whose graph has the node that keeps it: a cycle, without detach().
+            return lambda: gather(p).as_strided(*layout)  # this p, as the loop ends here
+    # tanh saves its output. An output refers to its node of the graph, and the node to what it has
+    # saved: a cycle, which would never be freed. Hence detach().
     kept = t.detach()
     return lambda: kept
 
@@ -272,7 +272,7 @@ def gather_when_used(module: Module, units: Iterable[Module]) -> None:
         unit.register_forward_pre_hook(functools.partial(unshard, parameters))
         # always_call: activation checkpointing ends its second forward by an exception.
         unit.register_forward_hook(functools.partial(reshard, parameters), always_call=True)
-    forward = module.forward  # hooks could not put it inside a context
+    forward = module.forward  # a hook cannot open a `with` that lasts for the forward
 
     def forward_with_recipes(*inputs, **options):
         with torch.autograd.graph.saved_tensors_hooks(functools.partial(pack, module), unpack):

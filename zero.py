@@ -158,7 +158,7 @@ class ShardedBucket(Bucket):
     def shard_view(self, slot, buffer):
         """This rank's part of a parameter, `shard_range`, as a view of buffer, this rank's chunk,
         (S,). Its shape is (n, 1, ..., 1), with as many dimensions as the parameter; (n,) if that
-        has none; n may be 0. (Then it begins outside of the chunk, which a slice allows.)"""
+        has none; n may be 0. (Then start may be negative, or above S: the slice is empty.)"""
         first, end = self.shard_range(slot)
         start = slot.start + first - self.first
         ones = [1] * (len(slot.shape) - 1)
@@ -217,9 +217,9 @@ class ShardedBucket(Bucket):
 
     def put(self, slot):
         """Move the parameter's `.grad` into its place in `gradients`, by `place_of_gradient`, and
-        set it to None, so that its memory is freed. (The mean will have another place.) If
-        `gradients` is None it gets memory, (n,). If the slot is in `unreduced`, no_sync() has left
-        a sum there, to which `.grad` is added. If there is no gradient at all, write zeros."""
+        set it to None, so that its memory is freed. (The mean will have another place.) Allocate
+        `gradients`, (n,), if it is None. If the slot is in `unreduced`, no_sync() has left a sum
+        there, to which `.grad` is added. If there is no gradient at all, write zeros."""
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
         place = self.place_of_gradient(slot)
@@ -361,7 +361,7 @@ def cast_floats(inputs, dtype):
 # stage 1
 #
 # A summary, to come back to: the first two lines say what a stage keeps, the others what it does at
-# each step. A dot: as the stage before; "...": that, too. (R): after what `Reducer` does.
+# each step. A dot: as the stage before; "...": that, too. (R): what `Reducer` does, and this.
 #
 #                          PlainZero1                        PlainZero2       PlainZero3
 #   _keep_parameters       all; the own chunk lies in them   .                only the own chunk
@@ -373,16 +373,18 @@ def cast_floats(inputs, dtype):
 #                                                                             weights
 #   _unshard               start the all-gather              .                ... in new memory,
 #                                                                             after freeing a unit
-#   _unshard_and_wait      ... and wait for it               .                ... and begin the next
-#   _post_forward          the last one ends the forward     .                ... and unshard the
+#   _unshard_and_wait      ... and wait for it               .                ... begin all up to it
+#                                                                             before, one more after
+#   _post_forward          the outermost ends the forward    .                ... and unshard the
 #                                                                             unit around again
 #   _end_forward           wait for units that were skipped  .                ... finish the order
-#   _prepare_for_backward  (R) means in the way are moved    .                ... plan the way back
-#   _is_ready              (R) a bucket has its gradients    .                ... and the next unit
+#   _prepare_for_backward  (R) means in the way are moved    .                ... plan the way back,
+#                                                                             unshard the root
+#   _is_ready              a bucket has its gradients        .                ... and the next unit
 #                                                                             is on its way
 #   _reduce                reduce-scatter a bucket           .                .
-#   _finalize_backward     (R) give the shards their means,  .                ... and reshard all
-#                          note whether a step may follow
+#   _finalize_backward     (R) note whether a step may       .                ... finish the order,
+#                          follow                                             reshard all
 
 
 class PlainZero1(Reducer):
@@ -617,15 +619,16 @@ class PlainZero1(Reducer):
         """Note which units have to be unsharded again, and start to unshard all of these; but none
         yet if module, which the script calls, is only a part of the model.
 
-        In general all have to: is_unsharded becomes False. (A step has changed the shards, or a
-        script, whose writes to `.data` leave no trace.) But after a backward that no step follows
-        (`_gathers_all` is False) only those have to whose version has changed: somebody has stepped
-        all the same, so that `_before_step` has set it to -1, or has written to shards in place.
+        In general all have to: is_unsharded becomes False. (Either a step has changed the shards,
+        or a script has, whose writes to `.data` leave no trace.) But after a backward that no step
+        follows (`_gathers_all` is False) only those have to whose version has changed: somebody has
+        stepped all the same, so that `_before_step` has set it to -1, or has written to shards in
+        place.
 
-        All ranks must decide alike, or some wait forever. So gradients are not asked: a backward
-        that raised may have left them on one rank alone. And steps have a hook, since a rank that
-        owns nothing of what they change would see no version change. (What a script writes in
-        place, it has to write on all ranks.)
+        All ranks must decide alike, or some wait forever. So this does not look at `.grad`: a
+        backward that raised may have left one on one rank alone. And steps have a hook, since a
+        rank that owns nothing of what they change would see no version change. (What a script
+        writes in place, it has to write on all ranks.)
         """
         for unit in self._units:
             if self._gathers_all or unit.version != unit.current_version():
@@ -654,7 +657,7 @@ class PlainZero1(Reducer):
         while unit.pending_gathers:
             self._wait_for(f"unshard {unit}", unit.pending_gathers.pop(0))
         for bucket in unit.buckets:
-            bucket.point_parameters()  # in stages 1 and 2, too: a forward may have assigned .data
+            bucket.point_parameters()  # in stages 1 and 2, too: a script may have set p.data
 
     def _unshard_and_wait(self, unit):
         self._unshard(unit)
@@ -903,7 +906,7 @@ class PlainZero2(PlainZero1):
 # stage 3
 #
 # Which of four blocks are whole while a block computes: # has its values, + is being gathered, for
-# the next one. The root always is whole.
+# the next one. The root is whole from the forward to the end of the backward.
 #
 #             forward of          backward of
 #              0  1  2  3          3  2  1  0
@@ -920,8 +923,8 @@ class PlainZero2(PlainZero1):
 #     use 0, reduce 0                    start 0, reduce 1, use 0, reduce 0
 #
 # use: wait for its all-gather; start: start that; reduce: start its reduce-scatter. The rank on the
-# right has no gradients of 1 to wait for. Yet it may reduce 1 only after it has started 0: when a
-# weight of 0 is asked for, `_unshard_and_wait` finds 0 still in the order.
+# right has no gradients of 1 to wait for. Yet it may reduce 1 only after it has started 0: that is
+# when a weight of 0 is asked for, and `_unshard_and_wait` sees that 0 has not begun.
 
 
 class PlainZero3(PlainZero2):
@@ -933,14 +936,14 @@ class PlainZero3(PlainZero2):
     of a backward or an evaluation frees all. What autograd would save of a whole unit becomes a
     note, by which the backward unshards it again.
 
-    A backward is a collective too, also under no_sync(). If any rank calls a unit twice, out of
-    order, or in a second forward before the backward, all ranks must call the same units. Outside
-    of its unit's forward a parameter may be nan; so may the root's outside of the model's. Under
-    autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
+    A backward is a collective too, also under no_sync(), as it gathers. If any rank calls a unit
+    twice, out of order, or in a second forward before the backward, all ranks must call the same
+    units. Outside of its unit's forward a parameter may be nan; so may the root's outside of the
+    model's. Under autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
 
         _order             units in the order in which all ranks unshard them, in this forward or
                            backward
-        _n_begun           how many of these this rank has begun to unshard
+        _n_begun           how many of these this rank has come to: begun, or found whole
         _two_units         those that are whole beside the root, the newer one last
         _note_contexts     of the forwards under way: in them autograd's saves become notes
         _bucket_at_memory  {memory: the bucket whose whole parameters are there}
@@ -962,8 +965,8 @@ class PlainZero3(PlainZero2):
 
         Before, begin all units up to it in the order, since other ranks may wait for them. After,
         begin the next one, so that it is on its way while unit is in use, unless that has begun.
-        But only if unit is the newer one of the two. After a call out of order it may be the older
-        one, which would be freed for the next one."""
+        But only if unit is the newer one of the two. After calls out of order it may be the older
+        one: after 0, 1, 0 the two are [2, 0]. If 2 is called then, it would be freed for 3."""
         n = self._order.index(unit) + 1 if unit in self._order else 0
         self._begin_units(n)
         super()._unshard_and_wait(unit)
@@ -974,11 +977,10 @@ class PlainZero3(PlainZero2):
     def _begin_units(self, n):
         """Begin to unshard the first n units of the order, as far as that was not done.
 
-        One may be whole already, and be the older one of the two: so is block 2 above when block 3
-        begins its backward. Then make it the newer one, as it is needed next: [2, 3] becomes
-        [3, 2]. (A rank that skipped it unshards it now, and there it is the newer one, too. All
-        ranks must free the same unit next.) In a backward, launch the buckets that only waited for
-        this: see `_is_ready`.
+        A unit may be whole already, and be the older one of the two: so is block 2 above when block
+        3 begins its backward. Then make it the newer one, as it is needed next: [2, 3] becomes
+        [3, 2]. All ranks do so, also one that skipped it, and so free the same unit next. In a
+        backward, launch the buckets that only waited for this: see `_is_ready`.
         """
         while self._n_begun < min(n, len(self._order)):
             unit = self._order[self._n_begun]
@@ -1049,7 +1051,7 @@ class PlainZero3(PlainZero2):
         """As stage 1. The unit around may have been freed meanwhile: unshard it again."""
         try:
             super()._post_forward(module, inputs, output)
-        finally:  # it may time out, while it waits for units that were skipped
+        finally:  # that may time out, while it waits for units that were skipped
             while len(self._note_contexts) > len(self._in_forward):
                 self._note_contexts.pop().__exit__(None, None, None)
         if self._in_forward:
@@ -1071,14 +1073,15 @@ class PlainZero3(PlainZero2):
         self._unshard_and_wait(self._root)
 
     def _is_ready(self, bucket):
-        """As stage 1; and the unit that comes after bucket's on the way back is being unsharded.
+        """As stage 1; and `_begin_units` has come to the unit after bucket's on the way back; or
+        bucket's is the last one.
 
-        Native collectives must come in one order on all ranks. A rank that uses the unit has begun
-        to unshard the next one before it has the gradients. A rank that skips the unit has no
-        gradients to wait for, and would reduce first.
+        Native collectives must come in one order on all ranks. A rank of which autograd asks a
+        weight of the unit begins to unshard the next one before it has the gradients. A rank that
+        skips the unit has no gradients to wait for, and would reduce first.
         """
         place = self._order.index(bucket.unit)
-        n_up_to_next = min(place + 2, len(self._order))  # how many units that and the next one make
+        n_up_to_next = min(place + 2, len(self._order))  # length of the order up to the next unit
         return super()._is_ready(bucket) and self._n_begun >= n_up_to_next
 
     def _finalize_backward(self):
@@ -1100,7 +1103,7 @@ class PlainZero3(PlainZero2):
         """A context in which autograd saves a note for a tensor of a whole unit. All else goes to
         the hooks around, such as those of activation checkpointing."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # True: compiled or not
-        # The forward around may be one of ours: then `outer` has been made below, from our `_pack`.
+        # In a forward inside one of ours the hooks on top are ours already: keep them.
         is_ours = outer is not None and getattr(outer[0], "func", None) == self._pack
         if is_ours or not torch.is_grad_enabled():
             return contextlib.nullcontext()
@@ -1113,8 +1116,8 @@ class PlainZero3(PlainZero2):
 
         If t is a plain view of the memory of a whole unit, of its dtype: `_view_again`, by bucket,
         layout and the unit's version. A tensor there that is no plain view, such as a complex one,
-        is cloned, as that memory goes. All other tensors go to outer, the pair of hooks around. If
-        there is none: `saved`, with t.detach() and its version."""
+        is cloned, as that memory will be freed. All other tensors go to outer, the pair of hooks
+        around. If there is none: `saved`, with t.detach() and its version."""
         memory = t.untyped_storage()._cdata if t.layout is torch.strided else None
         bucket = self._bucket_at_memory.get(memory)
         if bucket is not None:
