@@ -26,7 +26,7 @@ from tests.params import ROOT
 from tests.runs import run_alone, run_train
 from tests.scripts import Net, note_script, run_script
 from tests.wrappers import PLAIN, WRAPPERS
-from verify import distributed, every_collective, fresh, same_bits, STAGES, zoo_loss
+from verify import distributed, every_collective, fresh, no_sync, same_bits, STAGES, zoo_loss
 
 
 def recorded(wrapper, name, **options):
@@ -467,6 +467,26 @@ def creates_a_graph(s):
     s.step(create_graph=True)
 
 
+@script()
+def penalises_the_gradient_of_its_input(s):
+    x = s.x.clone().requires_grad_()
+    y = s.model(x)
+    [gradient] = torch.autograd.grad(y.sum(), x, create_graph=True)
+    (y.square().mean() + gradient.square().mean()).backward()
+    s.optimizer.step()
+
+
+def with_a_weight(net, x):
+    return net.plain(x), net.blocks[1].weight
+
+
+@script(build=partial(Net, with_a_weight))
+def uses_a_weight_that_the_forward_returns(s):
+    y, weight = s.model(s.x)
+    (y.square().mean() + weight.square().mean()).backward()
+    s.optimizer.step()
+
+
 @script("after no backward")
 def asks_only_some_gradients(s):
     s.step(inputs=s.parameters)
@@ -627,6 +647,14 @@ def keeps_by_hooks_of_its_own(s):
 
 
 # ---- no_sync()
+
+
+@script()
+def has_only_its_forward_in_no_sync(s):
+    with no_sync(s.model):
+        loss = s.loss()
+    loss.backward()
+    s.optimizer.step()
 
 
 @script()

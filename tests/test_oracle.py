@@ -30,10 +30,11 @@ def test_oracle_has_one_hash():
             for found, expected in zip((parameters, gradients, adam), whole[mode]):
                 rounded = 2 * n_parameters  # a piece may have one element more than another
                 assert abs(found - expected) <= rounded, f"{mode}: {held} bytes, expected {whole}"
-            least = dict(single=0, ddp=2, **{"1": 2, "2": micro_steps + 1, "3": 2 * micro_steps})
+            least = dict(single=0, ddp=2, **{"1": 2, "2": micro_steps + 1})
             n_sent = sum(gather(sent)) / W
-            if mode == "3":  # and what the backward needs again
-                assert share * psi * least[mode] <= n_sent <= share * psi * 3 * micro_steps, n_sent
+            if mode == "3":  # and what the backward needs again: nearly all are its weights
+                times = n_sent / (share * psi * micro_steps) if W > 1 else 3
+                assert 2.9 < times <= 3, f"a micro-step sends {times} times psi"
             else:
                 assert abs(n_sent - share * psi * least[mode]) < 0.5, f"{mode} sends {n_sent}"
         assert hashes["single"] == hashes["2"] == hashes["3"], hashes

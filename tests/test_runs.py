@@ -450,7 +450,7 @@ def log_batches(folder):
 
 
 def sha256_of(module):
-    """As the README defines param_sha256."""
+    """param_sha256, of a whole module."""
     digest = hashlib.sha256()
     for p in module.parameters():
         digest.update((p.detach() + 0.0).numpy().tobytes())  # + 0.0 makes -0 a 0
