@@ -1,5 +1,6 @@
-"""README.md: its commands, numbers, names and breaks."""
+"""README.md and docs/: their commands, numbers, names, links and breaks."""
 
+import ast
 import itertools
 import math
 import os
@@ -19,13 +20,24 @@ import torch.nn as nn
 
 from ddp import DDP
 from tests.params import full, ROOT, slug
-from tests.runs import finish, run_train
+from tests.runs import finish, run_alone, run_train
+from trainer.checkpoint import Slice
 from verify import gather, PROOF, rows_of, STAGES
 
+PAGES = {"README": ROOT / "README.md"}
+for page in sorted((ROOT / "docs").glob("*.md")):
+    PAGES[page.stem] = page
 
-def blocks_of(language):
-    text = (ROOT / "README.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+def blocks_of(page, language):
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGES[page].read_text(), re.M | re.S)
+    return [text for its_language, text in blocks if its_language == language]
+
+
+def prose_of(page):
+    """A page without its blocks of code."""
+    text = PAGES[page].read_text()
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def shortened(words):
@@ -40,16 +52,17 @@ def shortened(words):
     return [*words, "--no-compile", *data, *(f"--{name}={value}" for name, value in more.items())]
 
 
-@pytest.mark.parametrize("package", [None, full("safetensors")])
-def test_readme_commands_run(package, tmp_path):
-    """Every bash block is valid shell, and the commands, and the example of one's own module, end
-    well, one after the other in one folder, on a smaller model and fewer steps. Those that need a
-    package are a row of their own."""
+@pytest.mark.parametrize("page, package", [("README", None), ("using", None),
+                                           full("using", "safetensors")])
+def test_readme_commands_run(page, package, tmp_path):
+    """Every bash block is valid shell, and the commands end well, one after the other in one
+    folder, on a smaller model and fewer steps. Those that need a package are a row of their own."""
     if package:
         pytest.importorskip(package, reason=f"pip install {package}")
-    text = "".join(blocks_of("bash")).replace("\\\n", " ")
+    text = "".join(blocks_of(page, "bash")).replace("\\\n", " ")
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     shutil.copy(ROOT / "model.py", tmp_path / "my.txt")
+    hashes = {}  # {command: that of its run}
     for line in text.splitlines():
         needs_package = re.search("--export_hf|--init_from", line) is not None
         if " train.py" in line and "--nnodes" not in line and needs_package == bool(package):
@@ -58,7 +71,16 @@ def test_readme_commands_run(package, tmp_path):
             result = finish(None, W, argv=shortened(words[words.index("train.py") + 1:]),
                             plant=partial(os.chdir, tmp_path))
             assert result["world_size"] == W and math.isfinite(result["val_loss"]), line
-    own, muon, _ = blocks_of("python")
+            hashes[line] = result.get("param_sha256")
+    if page == "README":
+        claim = [found for line, found in hashes.items() if "--max_steps 20" in line]
+        assert len(claim) == 2 and len(set(claim)) == 1, claim
+
+
+def test_readme_own_loop_runs(tmp_path):
+    """The example of one's own module, and the same with Muon."""
+    [own] = blocks_of("README", "python")
+    _, muon, _ = blocks_of("using", "python")
     with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
     with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
     with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
@@ -93,8 +115,70 @@ def test_bench_makes_tables(tmp_path):
         assert done.returncode == 2 and fact in done.stderr, f"{words}: {done.stderr}"
 
 
+def test_using_has_one_hash(tmp_path):
+    """The loop with one hash at every W has it, in own.py on 1, 2 and 4 ranks."""
+    [own] = blocks_of("README", "python")
+    loop, _, _ = blocks_of("using", "python")
+    begin, end = own.index("    for step in range(100)"), own.index("    print(")
+    hashed = "print('hash', [t.double().sum().item() for _, t in model.full_parameters()])"
+    script = f"from ddp import clip_gradients_\n{own[:begin]}{loop}    {hashed}\n{own[end:]}"
+    (tmp_path / "own.py").write_text(script)
+    found = set()
+    for W in (1, 2, 4):
+        plant = partial(run_own, tmp_path, W)
+        run = run_train(None, W, plant=plant, argv=["--help"])
+        assert run.codes == [0] * W, run
+        found.update(re.findall("^hash .*$", "".join(run.stdout), re.MULTILINE))
+    assert len(found) == 1, found
+
+
+def run_own(folder, W):
+    """Plant own.py of a folder, on W ranks."""
+    if W == 1:  # as torchrun would start it
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost",
+                          MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    runpy.run_path(f"{folder}/own.py", run_name="__main__")
+
+
+@pytest.mark.ranks(2)
+def test_using_saves_and_loads(tmp_path):
+    """What using.md's checkpoints of one's own save from Zero3 Zero1 loads, and goes on alike; a
+    part is frozen."""
+    [code] = [block for block in blocks_of("using", "py") if "dcp.save" in block]
+    _, _, function = blocks_of("using", "python")
+    begin = code.index("for p in model.parameters()")
+    names = {"torch": torch, "Slice": Slice}
+    exec(function + code[:code.index("dcp.save")], names)
+    folder = gather(str(tmp_path))[0]
+
+    def made(stage):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
+        net[1].requires_grad_(False)
+        model = stage(net, units=list(net))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
+
+    def step(model, optimizer):
+        model(torch.full((2, 3), 1.0 + dist.get_rank())).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made(STAGES["zero3"])
+    step(model, optimizer)
+    names.update(model=model, optimizer=optimizer)
+    exec(code[:begin].replace('"saved"', repr(f"{folder}/saved")), names)
+    step(model, optimizer)
+    other, other_optimizer = made(STAGES["zero1"])
+    names.update(model=other, optimizer=other_optimizer)
+    exec(code[begin:].replace('"saved"', repr(f"{folder}/saved")), names)
+    step(other, other_optimizer)
+    for name, value in model.full_state_dict().items():
+        assert torch.equal(value, other.full_state_dict()[name]), name
+
+
 class ThreeParameters(nn.Module):
-    """Of the README's step with numbers. Sample x has the gradients 1 x, 2 x, ... 8 x."""
+    """Of the course's step with numbers. Sample x has the gradients 1 x, 2 x, ... 8 x."""
 
     def __init__(self):
         super().__init__()
@@ -115,22 +199,22 @@ def two_chunks(values):
     return (values, None) if dist.get_rank() == 0 else (None, values)
 
 
-def assert_in_readme(kind, values):
-    """The README has a line with a kind of values, and what rank 0 and rank 1 have of them."""
+def assert_in_course(kind, values):
+    """The course has a line with a kind of values, and what rank 0 and rank 1 have of them."""
     texts = []
     for chunk in two_chunks(values):
         numbers = [] if chunk is None else chunk.tolist()
         texts.append(" ".join(f"{number:.0f}" for number in numbers))
     of_ranks = gather(" | ".join(texts))
     row = " ".join([kind, *" ".join(of_ranks).split()])
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert row in [" ".join(line.split()) for line in lines], f"the README does not have: {row}"
+    lines = PAGES["course"].read_text().splitlines()
+    assert row in [" ".join(line.split()) for line in lines], f"the course does not have: {row}"
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
-def test_readme_has_these_numbers(mode):
-    """The README's step with numbers is what buffers hold, without the gaps that align them."""
+def test_course_has_these_numbers(mode):
+    """The course's step with numbers is what buffers hold, without the gaps that align them."""
     filled = []  # the gradients before they are sent
 
     def note(reduce, bucket):
@@ -146,46 +230,105 @@ def test_readme_has_these_numbers(mode):
         model = {"ddp": DDP, **STAGES}[mode](ThreeParameters())
     [bucket] = model._buckets
     optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
-    assert_in_readme("parameters", parameters())
+    assert_in_course("parameters", parameters())
     with mock.patch.object(model, "_reduce", partial(note, model._reduce)):
         model(2 + 4 * dist.get_rank()).backward()
-    assert_in_readme("gradients", filled[0])
+    assert_in_course("gradients", filled[0])
     is_whole = mode in ("ddp", "zero1")
-    assert_in_readme("gradients", bucket.gradients if is_whole else bucket.sharded_gradients)
+    assert_in_course("gradients", bucket.gradients if is_whole else bucket.sharded_gradients)
     optimizer.step()
     momentum = []
     for p in reversed(list(model.parameters())):
         momentum.append(optimizer.state[p]["momentum_buffer"])
-    assert_in_readme("momentum", torch.cat(momentum))
-    assert_in_readme("parameters", parameters())
+    assert_in_course("momentum", torch.cat(momentum))
+    assert_in_course("parameters", parameters())
     with torch.no_grad():
         model(0)
-    assert_in_readme("parameters", parameters())
+    assert_in_course("parameters", parameters())
+
+
+def in_order(lines, text):
+    """The first of lines that text does not have after those before it; None if it has all."""
+    rest = iter(text.splitlines())
+    for line in lines:
+        if not any(line in found for found in rest):
+            return line
+    return None
+
+
+def traces():
+    """The course's commands with --trace, and the excerpts of what they print, as parameters."""
+    text = PAGES["course"].read_text()
+    block = r"^```sh\n(torchrun [^\n]*--trace[^\n]*)\n```\n```\n(.*?)^```$"
+    found = re.findall(block, text, re.MULTILINE | re.DOTALL)
+    assert len(found) == 4, "the course has a trace of each mode"
+    return [pytest.param(*pair, id=pair[0].split()[4]) for pair in found]
+
+
+@pytest.mark.parametrize("command, excerpt", traces())
+def test_course_has_this_trace(command, excerpt, tmp_path):
+    """The events of each excerpt come in this order, on rank 0, whatever time they take."""
+    words = shlex.split(command)[3:]
+    more = [f"--out_dir={tmp_path}", f"--dataset={ROOT}/model.py", "--eval_steps=2",
+            "--sample_tokens=2", "--save_interval=0", "--global_batch_size=16"]
+    run = run_train(None, 2, argv=[*words, *more])
+    assert run.codes == [0, 0], run
+    expected = []
+    for line in excerpt.splitlines():
+        if line != "...":
+            event = re.sub(r"^ *[0-9.]+ ms  |, [0-9.]+ ms$", "", line)
+            expected.append(event)
+    of_rank_0 = "\n".join(line for line in run.stdout[0].splitlines() if "rank 1" not in line)
+    missing = in_order(expected, of_rank_0)
+    assert missing is None, f"no {missing!r} in its place in:\n{of_rank_0}"
+
+
+def run_oracle(folder):
+    """Plant oracle.py of a folder, as torchrun starts it."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "here"
+    run_alone(folder, "oracle.py")
+
+
+def test_course_has_this_table(tmp_path):
+    """What oracle.py prints on three ranks, but for the hashes: which of these are equal."""
+    [text] = [block for block in blocks_of("course", "") if block.startswith("3 ranks; bytes")]
+    (tmp_path / "oracle.py").write_text((ROOT / "oracle.py").read_text())
+    run = run_train(None, 3, plant=partial(run_oracle, tmp_path), argv=[])
+    assert run.codes == [0, 0, 0], run
+    names = {}
+
+    def name_of(match):
+        return names.setdefault(match[0], f"hash {len(names)}")
+
+    expected = re.sub(r"\b[0-9a-f]{8}\b", name_of, text)
+    names.clear()
+    found = re.sub(r"\b[0-9a-f]{8}\b", name_of, run.stdout[0])
+    assert found == expected
 
 
 def arguments_of(command):
-    """How a test runs a command of the README: with this Python, whatever PATH has."""
+    """How a test runs a command of a page: with this Python, whatever PATH has."""
     program, *rest = shlex.split(command)
     return [sys.executable, *(["-m", "pytest"] if program == "pytest" else []), *rest]
 
 
 def breaks():
-    """The README's tables of breaks as parameters: a file, a line of it, what is put there, and the
-    command of a check."""
-    row = r"^\| \[(\S+)\]\(\1\) `(.*?)` \| `(.*?)` \|.*\| `([^`]+)` \|$"
-    found = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
+    """The course's tables of breaks as parameters: a file, a line of it, what is put there, what
+    one sees then, and the command of a check."""
+    row = r"^\| \[(\S+)\]\(\.\./\1\) `(.*?)` \| `(.*?)` \| (.*) \| `([^`]+)` \|$"
+    found = re.findall(row, PAGES["course"].read_text(), re.MULTILINE)
     assert found, "no table of breaks"
     return [pytest.param(*values, id=slug(" ".join(values[:2]))) for values in found]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("file, old, new, command", breaks())
-def test_breaks_are_caught(file, old, new, command, tmp_path):
-    """In a copy of the tree in which a line of the README's tables is broken the check fails: one
-    that passes on broken code is worth nothing."""
+@pytest.mark.parametrize("file, old, new, seen, command", breaks())
+def test_breaks_are_caught(file, old, new, seen, command, tmp_path):
+    """In a copy of the tree in which a line of the course's tables is broken the check fails, as
+    quoted: one that passes on broken code is worth nothing."""
     text = (ROOT / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} times {old}"
-    for pattern in ("*.py", "*.md", "*.sh", "*.toml", "trainer/*.py", "tests/*.py"):
+    for pattern in ("*.py", "*.md", "*.sh", "*.toml", "docs/*", "trainer/*.py", "tests/*.py"):
         for path in ROOT.glob(pattern):
             copy = tmp_path / path.relative_to(ROOT)
             copy.parent.mkdir(exist_ok=True)
@@ -193,20 +336,101 @@ def test_breaks_are_caught(file, old, new, command, tmp_path):
     (tmp_path / file).write_text(text.replace(old, new))
     done = subprocess.run(arguments_of(command), cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
+    for quote in re.findall(r'"([^"]+)"', seen):
+        assert quote in done.stdout, f"no {quote!r} in: {done.stdout}"
 
 
-def test_readme_leads_there():
-    """Files, headings and functions that the README names exist."""
-    text = (ROOT / "README.md").read_text()
-    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    headings = set()
-    for heading in re.findall(r"^#+ (.*)$", prose, re.MULTILINE):
-        headings.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
-    for file, heading in re.findall(r"\]\(([\w./]*)(?:#([^)]*))?\)", prose):
-        assert (ROOT / file).exists() and (file or heading in headings), f"{file}#{heading}"
-    for names, file in re.findall(r"\[(`[^]]*`)\]\((\w+\.py)\)", prose):
-        for name in re.findall(r"`(?:[A-Z]\w+\.)?(\w+)`", names):
-            assert re.search(rf"\b(def|class) {name}\b", (ROOT / file).read_text()), f"no {name}"
+def headings_of(path):
+    """The names of a page's headings in links."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE):
+        found.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
+    return found
+
+
+def definitions(path):
+    """{name, such as "Bucket.put": its node} of a Python file."""
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    found[f"{node.name}.{method.name}"] = method
+    return found
+
+
+def names_in(text):
+    """[(a file as a page names it, a function or class of it)] of links such as [`name`](file)."""
+    found = []
+    for names, file in re.findall(r"\[(`[^]]*`)\]\(([\w./]+\.py)\)", text):
+        for name in re.findall(r"`([\w.]+)`", names):
+            found.append((file, name))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_readme_leads_there(page):
+    """Files, headings and functions that a page names exist."""
+    prose, folder = prose_of(page), PAGES[page].parent
+    for file, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", prose):
+        path = folder / file if file else PAGES[page]
+        assert path.exists(), f"{page}: no {file}"
+        assert not heading or heading in headings_of(path), f"{page}: no {file}#{heading}"
+    for file, name in names_in(prose):
+        is_file = name.endswith(".py")
+        assert is_file or name in definitions(folder / file), f"{page}: no {name} in {file}"
+
+
+def lines_to_read(path, name):
+    """The lines of a function; of a class those before its first method."""
+    node = definitions(path)[name]
+    end = node.end_lineno
+    if isinstance(node, ast.ClassDef):
+        methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+        end = min([method.lineno for method in methods], default=end + 1) - 1
+    return set(range(node.lineno, end + 1))
+
+
+def test_readme_counts_lines():
+    """Lines of files, in its table and its picture, and of what the course leads through, are about
+    those that it says."""
+    readme = PAGES["README"].read_text()
+    picture = (ROOT / "assets" / "files.svg").read_text()
+    rows = re.findall(r"^\| \[(\S+)\]\(\1\) \| ([\d,]+) \|", readme, re.MULTILINE)
+    assert len(rows) > 7, rows
+    for name, number in rows:
+        paths = ROOT.glob(f"{name}/*.py") if "." not in name else [ROOT / name]
+        n = sum(len(path.read_text().splitlines()) for path in paths)
+        shown = int(number.replace(",", ""))
+        assert abs(n - shown) <= max(50, 0.05 * n), f"{name} has {n} lines, not about {shown}"
+        assert f">{number}<" in picture, f"assets/charts.py files: {name} has not {number} lines"
+    course = prose_of("course").split("## 6.")[0]
+    read = {}
+    for file, name in names_in(course):
+        if not name.endswith(".py") and file != "../train.py":
+            read.setdefault(file, set()).update(lines_to_read(ROOT / "docs" / file, name))
+    n = sum(len(lines) for lines in read.values())
+    [number] = re.findall(r"you read about ([\d,]+) lines", readme)
+    assert abs(n - int(number.replace(",", ""))) <= 50, f"the course leads through {n} lines"
+
+
+def test_readme_has_the_oracles_lines():
+    """The README's excerpt of oracle.py is in it, line for line, but for comments."""
+    [excerpt] = [block for block in blocks_of("README", "py") if "def reduce_gradient" in block]
+    code = re.sub(r": \w+(\[\w+\])?(?=[,)])| -> \w+", "", (ROOT / "oracle.py").read_text())
+    lines = [line.split("  #")[0].rstrip() for line in excerpt.splitlines() if line]
+    missing = in_order(lines, code)
+    assert missing is None, f"oracle.py does not have, after those before it: {missing}"
+
+
+def test_readme_has_the_formulas_numbers():
+    """7B parameters on 8 GPUs."""
+    psi, W = 7, 8
+    parts = (16 * psi, 8 * psi + 8 * psi / W, 4 * psi + 12 * psi / W, 16 * psi / W)
+    numbers = "{:g}, {:g}, {:g} and {:g} GB".format(*parts)
+    assert numbers in PAGES["README"].read_text(), numbers
 
 
 def list_tests():
@@ -215,12 +439,12 @@ def list_tests():
 
 
 def test_readme_names_checks():
-    """Each command of the README that runs checks finds some."""
+    """Each command of a page that runs checks finds some."""
     rows = []
     for check in itertools.chain(*PROOF.values()):
         rows += [row.name for row in rows_of(check, is_full=True)]
     listing = run_train(None, plant=list_tests, argv=[]).stdout[0].splitlines()
-    text = (ROOT / "README.md").read_text()
+    text = "\n".join(path.read_text() for path in PAGES.values())
     commands = re.findall(r"`((?:python verify\.py|pytest|python -m pytest)[^`]*)`", text)
     assert len(commands) > 40, f"{len(commands)} commands"
     for command in set(commands):

@@ -206,19 +206,28 @@ def uncut_costs(gpt, W):
     return largest * W / psi, busiest * W / psi, min(arrive, 2 * ddp.bucket_bytes(W)) / 1e6
 
 
-def test_readme_says_what_uncut_costs():
-    """The README's table of shards, links and arrivals is what the formulas say."""
-    text = (ROOT / "README.md").read_text("utf-8")
+def test_docs_say_what_uncut_costs():
+    """The tables of shards, links and arrivals in docs/ are what the formulas say."""
+    measured = (ROOT / "docs" / "measured.md").read_text("utf-8")
+    using = (ROOT / "docs" / "using.md").read_text("utf-8")
     for preset, sizes in PRESETS.items():
         if preset == "tiny":
             continue  # its vocabulary is another one
         gpt = on_meta(GPT, GPTConfig(vocab_size=50257, **sizes))
         cells = []
+        shares = []
+        links = []
         for W in (2, 4, 8, 64):
             share, link, arrive = uncut_costs(gpt, W)
             cells.append(f"{share:.2f}, x{link:.2f}, {arrive:.0f} MB")
+            shares.append(f"{share:.2f}")
+            links.append(f"{link:.2f}" if link < 10 else f"{link:.0f}")
         row = f"| `{preset}` | {' | '.join(cells)} |"
-        assert row in text, f"the README does not have {row}"
+        assert row in measured, f"docs/measured.md does not have {row}"
+        if preset == "gpt2":
+            for numbers in (shares, links):
+                row = f" | {' | '.join(numbers)} |"
+                assert row in using, f"docs/using.md does not have {row}"
 
 
 def test_units_are_found():
