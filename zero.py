@@ -36,7 +36,7 @@ Cost beside the table: during the backward three buckets of 25 MB, one that fill
 and what arrives for it (Zero1: only the last, as it keeps the others anyway); in Zero3 the root and
 two units; under no_sync() whole gradients.
 
-oracle.py has the three stages in two hundred lines. Here is the same, only earlier, in this order:
+oracle.py has the three stages by hand. Here is the same, only earlier, in this order:
 buckets and units; the stages as the paper has them: `PlainZero1`, which can be read by itself, what
 `PlainZero2` does otherwise, and what `PlainZero3` adds; the meta device; whole parameters, for
 Muon. That is all of ZeRO. The last lines put `ShardGuards` of guards.py before the stages, which

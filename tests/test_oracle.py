@@ -1,5 +1,7 @@
 """oracle.py: what its program prints."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +42,18 @@ def test_oracle_has_one_hash():
         assert hashes["single"] == hashes["2"] == hashes["3"], hashes
         assert hashes["ddp"] == hashes["1"], hashes
         assert (hashes["ddp"] == hashes["2"]) == (micro_steps == 1 or W == 1), hashes
+
+
+@pytest.mark.ranks(2)
+def test_oracle_frees_what_it_has_saved():
+    """In stage 3 an output that its own node has saved, as tanh's, goes with the graph."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    oracle.make_shards(module)
+    oracle.gather_when_used(module, [module[0]])
+    output = module(torch.ones(1, 2))
+    kept = weakref.ref(output)
+    del output
+    assert kept() is None, "a cycle keeps it"
 
 
 @pytest.mark.ranks(3)
