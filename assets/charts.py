@@ -16,7 +16,7 @@ import pathlib
 import statistics
 import sys
 
-from timeline import KINDS, ROOT, WHOLE, pyplot_on_nothing, read_spans, save
+from timeline import KINDS, ROOT, WHOLE, pyplot_on_nothing, read_spans, refuse, save
 
 BENCH = ROOT / "out" / "bench"
 OURS = "#7a62b8"
@@ -26,11 +26,7 @@ DEEPSPEEDS = "#2a9d9d"
 FILES = ("oracle.py", "model.py", "guards.py", "ddp.py", "zero.py", "trainer/", "train.py",
          "verify.py", "tests/")
 IDEA = ("oracle.py", "ddp.py", "zero.py")
-
-
-def refuse(why):
-    print(f"charts.py: {why}", file=sys.stderr)
-    sys.exit(2)
+SMOOTHED = 20  # steps whose mean is a point of the training loss
 
 
 def step_times(path):
@@ -105,14 +101,14 @@ def draw_link(paths):
 
 
 def draw_loss(path):
-    """Training loss, the mean of 20 steps, and validation loss of a run."""
+    """Training loss, smoothed, and validation loss of a run."""
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         refuse(f"{path} does not have the metrics of a run: {error}")
     losses = [line["loss"] for line in lines]
-    steps = range(20, len(losses) + 1, 20)
-    means = [statistics.mean(losses[step - 20:step]) for step in steps]
+    steps = range(SMOOTHED, len(losses) + 1, SMOOTHED)
+    means = [statistics.mean(losses[step - SMOOTHED:step]) for step in steps]
     evaluated = [line for line in lines if "val_loss" in line]
     pyplot = pyplot_on_nothing()
     figure, axes = pyplot.subplots(figsize=(9, 2.6))

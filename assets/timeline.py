@@ -30,7 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def refuse(why):
-    print(f"timeline.py: {why}", file=sys.stderr)
+    print(f"{pathlib.Path(sys.argv[0]).name}: {why}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -282,14 +282,18 @@ def save(figure, name):
     print(path)
 
 
+def kind_of_sent(span):
+    return "parameters" if span.what.startswith("unshard") else "gradients"
+
+
 def label_of(span):
     """The number of the block that a bar belongs to, or whose parameter is the first of its bucket;
     r for the root, whose last norm begins the first bucket of DDP. Before it, of what is on its
     way, p for parameters, g for gradients. Nothing for a wait."""
     found = re.search(r"block\w*\W(\d+)", span.what)
     if span.kind == "sent":
-        kind = "p" if span.what.startswith("unshard") else "g"
-        return kind + (found[1] if found else "r")
+        first_letter = kind_of_sent(span)[0]
+        return first_letter + (found[1] if found else "r")
     return found[1] if found and span.kind in ("forward", "backward") else ""
 
 
@@ -304,11 +308,12 @@ def draw_lane(axes, spans, begin_ms, lane):
         name = {"optimizer": "Adam", "wait": "waiting"}.get(span.kind, span.kind)
         if span.kind == "sent":
             y, height, size = lane - 0.65 - 0.24 * (n_sent % TRACKS), 0.22, 7
-            kind = "parameters" if span.what.startswith("unshard") else "gradients"
+            kind = kind_of_sent(span)
             name = f"{kind} on their way"
             n_sent += 1
             if kind == "gradients":
-                label += "'" if label in of_gradients else ""
+                if label in of_gradients:
+                    label += "'"
                 of_gradients.add(label)
         if name not in COLORS:
             continue
