@@ -986,6 +986,36 @@ class Chain(nn.Module):
         return x.square().mean() * self.scale.square().mean()
 
 
+def formula_of_traffic(mode, micro_steps, still_whole=0):
+    """What a rank sends, and receives, in a step, in units of (W - 1)/W psi elements, if the
+    micro-steps of DDP and stage 1 are in no_sync() but the last, and stages know which is the last:
+    ZeRO paper, arXiv 1910.02054, section 7.
+
+    still_whole: the part of the parameters that stage 3 need not gather again in a backward, as it
+    has kept them from the forward.
+    """
+    return {"ddp": 2, "zero1": 2, "zero2": micro_steps + 1,
+            "zero3": micro_steps * (3 - still_whole)}[mode]
+
+
+def formula_of_bytes(mode, W, param_bytes=4, reduce_bytes=4):
+    """Bytes that a rank holds for each parameter of the model between a backward and a step: (of
+    parameters, of gradients, of Adam), by the scheme of arXiv 1910.02054, figure 1.
+
+    param_bytes, reduce_bytes: of a parameter in forward and backward, and of a gradient on its way.
+    If these are not the 4 of a shard, parameters that are whole come on top of shards, and stage 1,
+    too, keeps only its own part of the gradients.
+    """
+    shard = 4 / W
+    if mode == "ddp":
+        return 4, 4, 8
+    parameters = shard if mode == "zero3" else param_bytes
+    if mode != "zero3" and param_bytes != 4:
+        parameters += shard
+    gradients = 4 if mode == "zero1" and reduce_bytes == 4 else shard
+    return parameters, gradients, 2 * shard
+
+
 # What traffic is measured of.
 
 
@@ -1012,6 +1042,13 @@ def four_micro_steps(model, x):
         model(x).backward()
 
 
+def four_of_which_one_is_synced(model, x):
+    with model.no_sync():
+        for _ in range(3):
+            model(x).backward()
+    model(x).backward()
+
+
 def four_announced(model, x):
     for micro_step in range(4):
         model.set_is_last_backward(micro_step == 3)
@@ -1026,8 +1063,7 @@ def traffic_is_the_formulas(wrapper):
     step of n micro-steps stages 1 and 2 receive parameters once, if they know which is the last. In
     DDP gradients come twice, as contributions and as sums.
 
-    In units of psi (W - 1) / W elements that is 2, and 3 less the units that are still whole when
-    the backward begins: ZeRO paper, arXiv 1910.02054, section 7.
+    All in the units of `formula_of_traffic`.
     """
     share = 1 - 1 / dist.get_world_size()
     n = 8
@@ -1052,16 +1088,21 @@ def traffic_is_the_formulas(wrapper):
             f"expected are {expected:.3f}")
 
     # In stage 3 the backward gathers all again but what is still whole.
-    again = (n - 2) * unit / psi if wrapper == "zero3" else 0
-    assert_received(2 + again, one_step)
+    still_whole = (2 * unit + root) / psi
+    again = 1 - still_whole if wrapper == "zero3" else 0
+    assert_received(formula_of_traffic(wrapper, 1, still_whole), one_step)
+    if wrapper in ("ddp", "zero1"):
+        assert_received(formula_of_traffic(wrapper, 4), four_of_which_one_is_synced)
     # After a backward in no_sync() no step is due, and stages 1 and 2 have the parameters already.
     assert_received(1 + again if wrapper == "zero3" else 0, unsynced_step)
     assert_received(0 if wrapper == "ddp" else 1, evaluation)
     if wrapper in STAGES:
         assert_received((root + unit) / psi, one_unit)
         assert_received(4 * (2 + again), four_micro_steps)
-        # Stages 1 and 2 gather nothing between micro-steps if they know that no step comes.
-        assert_received(4 * (2 + again) if wrapper == "zero3" else 4 + 1, four_announced)
+        # Stages 1 and 2 gather nothing between micro-steps if they know that no step comes. (Here
+        # stage 1 reduces in all of them, as stage 2 does.)
+        as_stage = "zero2" if wrapper == "zero1" else wrapper
+        assert_received(formula_of_traffic(as_stage, 4, still_whole), four_announced)
         bf16 = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         assert_received((2 + again) / 2, one_step, **bf16)
 
@@ -1069,15 +1110,17 @@ def traffic_is_the_formulas(wrapper):
 @check(dict(W=1024, stage="zero3"), *only_full([dict(W=1024, stage="zero2")]),
        *grid(W=(2,), stage=STAGES),
        dict(W=4, stage="zero3", shard_size=2), dict(W=2, stage="zero3", recomputed=True),
-       *grid(W=(2,), stage=("zero1", "zero2"), reduce_dtype=(torch.bfloat16,)))
-def memory_is_the_formulas(stage, shard_size=None, recomputed=False, reduce_dtype=None):
+       *grid(W=(2,), stage=("zero1", "zero2"), reduce_dtype=(torch.bfloat16,)),
+       *only_full(grid(W=(2,), stage=STAGES, param_dtype=(torch.bfloat16,))))
+def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype=None,
+                           reduce_dtype=None):
     """After construction and after a step a rank holds what the paper's formula says, at 1024 ranks
     too; inside forward and backward, also a recomputed one, a few units more, and nothing when all
     is over. In stage 1 means of another dtype than the gradients take these gradients' place.
 
-    Bytes in fp32 with Adam: 8 psi + 8 psi/W, 4 psi + 12 psi/W, 16 psi/W, by the scheme of arXiv
-    1910.02054, figure 1. What is found above it is kept twice, gathered too early, or held by a
-    reference left over.
+    The formula is `formula_of_bytes`: in fp32 with Adam 8 psi + 8 psi/W, 4 psi + 12 psi/W,
+    16 psi/W. What is found above it is kept twice, gathered too early, or held by a reference left
+    over.
     """
     W = shard_size or dist.get_world_size()
     n = 12
@@ -1091,7 +1134,7 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, reduce_dtyp
         found[phase] = live_bytes() - before
 
     model = STAGES[stage](Chain(n, width, recomputed), shard_size=shard_size,
-                          reduce_dtype=reduce_dtype)
+                          param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     note("built")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for step in range(2):
@@ -1103,10 +1146,11 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, reduce_dtyp
         optimizer.step()
         note("step")
         model.zero_grad()
-    parameters = psi / W if stage == "zero3" else psi
-    keeps_gradients = stage == "zero1" and reduce_dtype is None
-    gradients = psi if keeps_gradients else psi / W
-    held = parameters + gradients + 2 * psi / W
+    sizes = [(dtype or torch.float).itemsize for dtype in (param_dtype, reduce_dtype)]
+    a_parameter = formula_of_bytes(stage, W, *sizes)
+    parameters, gradients, adam = [psi / 4 * n_bytes for n_bytes in a_parameter]
+    keeps_gradients = gradients == psi
+    held = parameters + gradients + adam
     # Units more: in stage 3 two whole ones and the root. In the backward two units' gradients, and
     # what of each arrives from the other ranks, also of other groups. A forward that is recomputed
     # is in the backward, after the first gradients. Adam's counters and activations are small.
