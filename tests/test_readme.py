@@ -377,7 +377,8 @@ def test_readme_leads_there(page):
     for file, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", prose):
         path = folder / file if file else PAGES[page]
         assert path.exists(), f"{page}: no {file}"
-        assert not heading or heading in headings_of(path), f"{page}: no {file}#{heading}"
+        is_heading = heading and path.suffix == ".md"  # test_page.py sees to events of step.html
+        assert not is_heading or heading in headings_of(path), f"{page}: no {file}#{heading}"
     for file, name in names_in(prose):
         is_file = name.endswith(".py")
         assert is_file or name in definitions(folder / file), f"{page}: no {name} in {file}"

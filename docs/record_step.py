@@ -1,0 +1,506 @@
+"""Record a training step of a tiny model, number by number, for docs/step.html.
+
+    python docs/record_step.py            # write what happens into docs/step.html
+    python docs/record_step.py --check    # exit status 1 if something else is there
+
+Nothing is simulated: two processes, and then three, train with the classes of ddp.py and zero.py.
+These are not changed. What they call is watched: ranges of a profile ("start: ", "wait: ",
+"free: "), `exchange` and `all_reduce`, which send, `add_in_rank_order` and `Bucket.put`. Each is an
+event, of which is written down what the buffers hold. All ranks have the same events, so the i-th
+of each is one event of the record:
+
+    what      such as "start: unshard blocks.1", as `train.py --trace` prints it
+    code      functions of ddp.py and zero.py that are under way, from the outermost in
+    held      bytes of parameters, gradients and Adam's averages on each rank
+    set       {rank, row and number of the unit, such as "0p2": cells}, where one has changed
+    starts    {number of an exchange: [[from, to, row, unit, first element, elements], ...]}
+    ends      numbers of exchanges
+    loss      of each rank
+
+Rows are p, g, m, v: parameters, gradients, and Adam's averages of gradients and of their squares.
+A cell is an element, of 4 bytes, as a letter and a number:
+
+    .  no memory                            z  memory of a gradient, without a value
+    v  a value                              o  this rank's own gradient
+    x  a value that is old, or of no use    s  the same, while it is sent and summed
+    ~  is being written by a message; the   m  the mean over ranks
+       number is what was there before
+
+An upper-case letter: there is memory for it twice, in the own chunk and in the whole.
+"""
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import pathlib
+import re
+import sys
+import types
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent  # of the project
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+import ddp
+import zero
+from verify import gather, Groups
+
+MODES = {"ddp": ddp.PlainDDP, "zero1": zero.PlainZero1, "zero2": zero.PlainZero2,
+         "zero3": zero.PlainZero3}
+# Of the root and four blocks, when the step begins; three ranks take the first three of each. All
+# numbers of the step can be checked in one's head, and none is rounded.
+WEIGHTS = [[1, 2, 1, 3], [2, 1, 1, 1], [1, 1, 3, 1], [1, 2, 1, 1], [2, 1, 1, 1]]
+SAMPLES = {2: [[2, 0, 4, -2], [2, 4, 0, 6]], 3: [[3, -3, 6], [0, 6, 3], [3, 3, -3]]}
+
+
+class Factor(nn.Module):
+    """x times a weight, element by element: a block. It notes when its forward and its backward
+    begin."""
+
+    def __init__(self, name, values, note):
+        super().__init__()
+        self.name, self.note = name, note
+        self.weight = nn.Parameter(torch.tensor(values, dtype=torch.float))
+
+    def forward(self, x):
+        self.note(f"forward: {self.name}")
+        product = x * self.weight
+        product.register_hook(lambda gradient: self.note(f"backward: {self.name}"))
+        return product
+
+
+class Product(Factor):
+    """x * root * block 0 * block 1 * ..., and the sum over elements."""
+
+    def __init__(self, n, note):
+        root, *blocks = [[value + 1 for value in values[:n]] for values in WEIGHTS]
+        super().__init__("the root", root, note)
+        self.blocks = nn.ModuleList()
+        for i, values in enumerate(blocks):
+            self.blocks.append(Factor(f"blocks.{i}", values, note))
+
+    def forward(self, x):
+        product = super().forward(x)
+        for block in self.blocks:
+            product = block(product)
+        return product.sum()
+
+
+def unit_name(fqn):
+    """Of the unit to which a parameter belongs: each has one."""
+    return "the root" if fqn == "weight" else fqn.removesuffix(".weight")
+
+
+def addresses(t):
+    """Of the elements of t, which has no gaps."""
+    return range(t.data_ptr(), t.data_ptr() + t.nbytes, t.itemsize)
+
+
+def functions_under_way():
+    """Names of functions of ddp.py and zero.py on the stack, from the outermost in."""
+    names = []
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        is_ours = code.co_filename in (ddp.__file__, zero.__file__)
+        is_shell = code.co_qualname.startswith(("weakly", "unless_compiling"))  # around a hook
+        if is_ours and not is_shell:
+            names.append(code.co_qualname.replace(".<locals>", ""))
+        frame = frame.f_back
+    return names[::-1]
+
+
+def parts_in_memory(slot, optimizer):
+    """{row: [(first element, tensor)]}: which parts of a parameter this rank has; of a stage its
+    own chunk comes first, then all of it, if that is there."""
+    bucket = slot.bucket
+    state = optimizer.state[slot.shard]
+    averages = {"m": state["exp_avg"], "v": state["exp_avg_sq"]}
+    if not isinstance(bucket, zero.ShardedBucket):
+        gradients = bucket.view(slot, bucket.gradients)
+        tensors = {"p": slot.parameter, "g": gradients, **averages}
+        return {row: [(0, t)] for row, t in tensors.items()}
+    first, _ = bucket.shard_range(slot)
+    means = bucket.shard_view(slot, bucket.sharded_gradients)
+    chunks = {"p": slot.shard, "g": means, **averages}
+    parts = {row: [(first, t)] for row, t in chunks.items()}
+    for row, buffer in (("p", bucket.unsharded), ("g", bucket.gradients)):
+        if buffer is not None:
+            parts[row].append((0, bucket.view(slot, buffer)))
+    return parts
+
+
+class Recorder:
+    """Of this rank. It records nothing before it is given a model.
+
+        events   a dict each, of this rank alone
+        cells    those of the last event
+        kinds    {address of a gradient's element: o, s, x or m, as above}
+        written  {address that a message may be writing: the number that it had before, if the
+                 message is a sum that began with it; otherwise None}
+        open     names of ranges under way; None in place of one that was noted
+        starts, ends, code   what goes into the next event
+    """
+
+    def __init__(self):
+        self.rank, self.W = dist.get_rank(), dist.get_world_size()
+        self.model, self.optimizer = None, None
+        self.events, self.cells = [], {}
+        self.kinds, self.written, self.open = {}, {}, []
+        self.n_exchanges = 0
+        self.starts, self.ends, self.code = {}, [], None
+
+    # ---- what happens
+
+    @contextlib.contextmanager
+    def watching(self):
+        watched = [mock.patch("torch.profiler.record_function", self.range),
+                   mock.patch.object(ddp, "exchange", self.watched_exchange(ddp.exchange)),
+                   mock.patch.object(dist, "all_reduce", self.watched_all_reduce(dist.all_reduce)),
+                   mock.patch.object(ddp, "add_in_rank_order",
+                                     self.watched_add(ddp.add_in_rank_order))]
+        for kind in (ddp.Bucket, zero.ShardedBucket):
+            watched.append(mock.patch.object(kind, "put", self.watched_put(kind.put)))
+        with contextlib.ExitStack() as stack:
+            for patch in watched:
+                stack.enter_context(patch)
+            yield
+
+    @contextlib.contextmanager
+    def range(self, name):
+        """In place of a profile's: an event at its end, or where another one begins in it, as
+        gradients are freed inside of the range in which they are waited for."""
+        self.note_range()
+        self.open.append(name)
+        yield
+        self.note_range()
+        self.open.pop()
+
+    def note_range(self):
+        name = self.open[-1] if self.open else None
+        if name is None:
+            return  # noted already
+        if name.startswith("wait: ") and not self.ends:
+            return  # nothing has arrived
+        self.open[-1] = None
+        name = re.sub(r" \([\d.]+ MB\)", "", name)  # 0.00 for all
+        self.note(re.sub(r"from (\S+)", lambda match: f"from {unit_name(match[1])}", name))
+
+    def watched_exchange(self, exchange):
+        def start(sends, receives, process_group, tag):
+            wait = exchange(sends, receives, process_group, tag)
+            # In a reduce-scatter each rank gets another chunk, in an all-gather the same one.
+            is_reduce = sends[0].data_ptr() != sends[1].data_ptr()
+            places = self.places()
+            sent, received, messages = [], [], []
+            for peer in range(self.W):
+                if peer != self.rank:
+                    sent += addresses(sends[peer])
+                    # What arrives for a sum is no cell, and is added up later.
+                    received += [a for a in addresses(receives[peer]) if a in places]
+                    messages += self.messages(peer, sends[peer])
+            if is_reduce:
+                self.kinds.update(dict.fromkeys(sent, "s"))
+            end = self.start(messages, dict.fromkeys(received))
+
+            def wait_and_note():
+                wait()
+                if is_reduce:
+                    self.kinds.update(dict.fromkeys(sent, "x"))
+                end()
+
+            return wait_and_note
+
+        return start
+
+    def watched_all_reduce(self, all_reduce):
+        """That of two ranks. It writes where it reads, so what it reads is noted before."""
+        def start(t, *arguments, **options):
+            found = dict(zip(addresses(t), t.tolist()))
+            work = all_reduce(t, *arguments, **options)
+            if not t.is_floating_point():
+                return work  # counts of used parameters: "agree on use"
+            self.kinds.update(dict.fromkeys(found, "s"))
+            end = self.start(self.messages(1 - self.rank, t), found)
+
+            def wait():
+                work.wait()
+                end()
+
+            return types.SimpleNamespace(wait=wait)
+
+        return start
+
+    def start(self, messages, written):
+        """Note an exchange -> a function that notes its end. written: as the attribute."""
+        self.n_exchanges += 1
+        number = self.n_exchanges
+        self.starts[number] = messages
+        self.written |= written
+        self.code = functions_under_way()
+
+        def end():
+            self.ends.append(number)
+            self.kinds.update(dict.fromkeys(written, "m"))  # of parameters nobody asks for it
+            for address in written:
+                del self.written[address]
+            self.code = functions_under_way()
+
+        return end
+
+    def watched_add(self, add):
+        def add_and_note(contributions, out):
+            add(contributions, out)
+            self.kinds.update(dict.fromkeys(addresses(out), "m"))
+
+        return add_and_note
+
+    def watched_put(self, put):
+        def put_and_note(bucket, slot):
+            put(bucket, slot)
+            place = bucket.view(slot, bucket.gradients)
+            self.kinds.update(dict.fromkeys(addresses(place), "o"))
+            self.code = [*functions_under_way(), put.__qualname__]
+            self.note(f"gradient: {unit_name(slot.fqn)}")
+
+        return put_and_note
+
+    # ---- what is in memory
+
+    def parts(self):
+        """[(row, number of the unit, slot, what `parts_in_memory` has of it)]"""
+        found = []
+        for unit, slot in enumerate(self.model._slots.values()):
+            for row, parts in parts_in_memory(slot, self.optimizer).items():
+                found.append((row, unit, slot, parts))
+        return found
+
+    def places(self):
+        """{address of an element: (row, number of the unit, number of the element)}"""
+        found = {}
+        for row, unit, _, parts in self.parts():
+            for first, t in parts:
+                for i, address in enumerate(addresses(t), first):
+                    found[address] = row, unit, i
+        return found
+
+    def messages(self, peer, t):
+        """[[from, to, row, unit, first element, elements]] of t, which goes to a peer. A chunk of
+        DDP may lie in two parameters, and so be two of these."""
+        places = self.places()
+        found = []
+        for address in addresses(t):
+            row, unit, i = places[address]
+            if found and found[-1][2:4] == [row, unit]:
+                found[-1][5] += 1
+            else:
+                found.append([self.rank, peer, row, unit, i, 1])
+        return found
+
+    def note(self, what, **more):
+        """An event."""
+        if self.model is None:
+            return
+        changed = {}
+        memory = {}  # {where: bytes}
+        for row, unit, slot, parts in self.parts():
+            for _, t in parts:
+                memory[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            key = f"{self.rank}{row}{unit}"
+            before = self.cells.get(key, [""] * slot.shape.numel())
+            cells = [self.cell(row, slot, parts, i, old) for i, old in enumerate(before)]
+            if cells != before:
+                changed[key] = " ".join(cells)
+            self.cells[key] = cells
+        code = self.code or functions_under_way()
+        self.events.append(dict(what=what, code=code, held=sum(memory.values()), set=changed,
+                                starts=self.starts, ends=self.ends, **more))
+        self.starts, self.ends, self.code = {}, [], None
+
+    def cell(self, row, slot, parts, i, before):
+        """Element i, as a letter and a number. before: the same at the last event."""
+        found = []  # (address, tensor, number of the element in it)
+        for first, t in parts:
+            if first <= i < first + t.numel():
+                found.append((addresses(t)[i - first], t, i - first))
+        if not found:
+            return "."
+        if row == "g" and found[0][0] not in self.kinds:
+            found.reverse()  # the mean has memory, but is not there yet
+        address, t, index = found[0]
+        kind = self.kinds.get(address, "z") if row == "g" else "v"
+        if row == "p" and isinstance(slot.bucket, zero.ShardedBucket):
+            unit = slot.bucket.unit
+            if t is not slot.shard and unit.version != unit.current_version():
+                kind = "x"
+        if len({place for place, *_ in found}) == 2:
+            kind = kind.upper()
+        if kind == "z":
+            return kind
+        if address not in self.written:
+            return f"{kind}{t.detach().view(-1)[index].item():.4g}"
+        # Not read, as a message may be writing there.
+        number = self.written[address]
+        return f"~{before[1:]}" if number is None else f"{kind}{number:.4g}"
+
+
+def record(mode):
+    """-> ([event] of all ranks together, the parameters after the step). A collective."""
+    recorder = Recorder()
+    W, rank = dist.get_world_size(), dist.get_rank()
+    samples = torch.tensor(SAMPLES[W], dtype=torch.float)
+    n = samples.shape[1]
+    module = Product(n, recorder.note)
+    options = {"bucket_cap_mb": 2 * 4 * n / 2**20} if mode == "ddp" else {}  # two parameters each
+    # Without the gaps that align parameters and chunks.
+    with mock.patch.multiple("zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4), \
+            mock.patch.object(ddp, "ALIGN_CHUNK_BYTES", 4):
+        model = MODES[mode](module, **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1, betas=(0.5, 0.75))
+    # A first step, so that all memory is there that later ones have. Each parameter falls by 1.
+    model(torch.full((n,), float(W))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        for t in state.values():
+            t.zero_()  # in Adam's first step a parameter moves by lr, whatever its gradient is
+    recorder.model, recorder.optimizer = model, optimizer
+    with recorder.watching():
+        recorder.note("begin")
+        loss = model(samples[rank])
+        recorder.note("loss", loss=loss.item())
+        loss.backward()
+        optimizer.step()
+        recorder.note("update")
+        optimizer.zero_grad()
+        recorder.kinds.clear()
+        recorder.note("zero_grad")
+    module.note = None
+    whole = [(name, value.tolist()) for name, value in model.full_parameters()]
+    return [merged(events) for events in zip(*gather(recorder.events), strict=True)], whole
+
+
+def merged(events):
+    """One event of what is the same one on each rank; without what is empty."""
+    first = events[0]
+    event = dict(what=first["what"], code=first["code"], held=[], set={}, starts={})
+    for of_rank in events:
+        same = (of_rank["what"], of_rank["code"], of_rank["ends"])
+        assert same == (first["what"], first["code"], first["ends"]), f"ranks differ: {events}"
+        event["held"].append(of_rank["held"])
+        event["set"] |= of_rank["set"]
+        for number, messages in of_rank["starts"].items():
+            event["starts"].setdefault(str(number), []).extend(messages)
+    event["ends"] = first["ends"]
+    if "loss" in first:
+        event["loss"] = [of_rank["loss"] for of_rank in events]
+    return {key: value for key, value in event.items() if value not in ([], {})}
+
+
+# -------------------------------------------------------------------------------------------------
+# the page
+
+PAGE = ROOT / "docs" / "step.html"
+BEGIN, END = '<script id="record" type="application/json">\n', "\n</script><!-- record -->"
+
+
+def short(value):
+    return json.dumps(value, separators=(",", ":"))
+
+
+def as_text(runs):
+    """runs, {"zero3 2": [event]}, as JSON, with a line for each event. Lists of functions repeat:
+    "codes" has each once, and an event has its number, or nothing for none."""
+    codes = []
+    texts = []
+    for name, events in runs.items():
+        lines = []
+        for event in events:
+            if "code" in event:
+                if event["code"] not in codes:
+                    codes.append(event["code"])
+                event = event | {"code": codes.index(event["code"])}
+            lines.append(short(event))
+        texts.append(f'"{name}":[\n' + ",\n".join(lines) + "\n]")
+    all_codes = ",\n".join(map(short, codes))
+    all_runs = ",\n".join(texts)
+    return (f'{{"samples":{short(SAMPLES)},\n"codes":[\n{all_codes}\n],\n'
+            f'"runs":{{\n{all_runs}\n}}}}')
+
+
+def runs_of(text):
+    """The runs of an `as_text`."""
+    record = json.loads(text)
+    for events in record["runs"].values():
+        for event in events:
+            if "code" in event:
+                event["code"] = record["codes"][event["code"]]
+    return record["runs"]
+
+
+def difference(there, here):
+    """The first event that differs between runs of a page and of the code; None if all agree."""
+    for name, events in here.items():
+        of_page = there.get(name, [])
+        for i in range(max(len(events), len(of_page))):
+            old = of_page[i] if i < len(of_page) else None
+            new = events[i] if i < len(events) else None
+            if old != new:
+                what = (new or old)["what"]
+                return (f"{name} ranks, event {i + 1}, {what!r}: the page has {old}, and the code "
+                        f"does {new}")
+    return None
+
+
+def parts_of_page():
+    """What is before the record, the record, and what is after it."""
+    page = PAGE.read_text()
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or page.index(BEGIN) > page.index(END):
+        sys.exit(f"docs/step.html has no place for the record, which stands between "
+                 f"{BEGIN.strip()} and {END.strip()}")
+    head, _, rest = page.partition(BEGIN)
+    text, _, tail = rest.partition(END)
+    return head, text, tail
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+    is_check = parser.parse_args().check
+    head, on_page, tail = parts_of_page()
+    multiprocessing.set_forkserver_preload(["verify"])
+    groups = Groups()
+    runs = {}
+    try:
+        for W in SAMPLES:
+            results = {}
+            for mode in MODES:
+                runs[f"{mode} {W}"], results[mode] = groups.run(record, dict(mode=mode), W, 60)
+                if results[mode] != results["ddp"]:
+                    sys.exit(f"{mode} on {W} ranks ends on other parameters than ddp: {results}")
+    except AssertionError as error:
+        sys.exit(f"nothing was recorded: {error}")
+    finally:
+        groups.kill()
+    text = as_text(runs)
+    if not is_check:
+        PAGE.write_text(head + BEGIN + text + END + tail)
+        return
+    try:
+        found = difference(runs_of(on_page), runs)
+    except (ValueError, LookupError) as error:
+        found = f"its record cannot be read: {error!r}"
+    if found is None and on_page != text:
+        found = "the samples, or the form of the record"
+    if found:
+        sys.exit(f"docs/step.html differs: {found}. To record anew: python docs/record_step.py")
+
+
+if __name__ == "__main__":
+    main()

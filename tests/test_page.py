@@ -1,0 +1,555 @@
+"""docs/step.html: its record is what the code does, and what a browser shows is the record."""
+
+import importlib
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from urllib.parse import parse_qs
+
+import pytest
+import torch.distributed as dist
+
+from tests.params import full, ROOT
+from tests.test_readme import PAGES
+from verify import formula_of_bytes, formula_of_traffic
+
+record_step = importlib.import_module("docs.record_step")  # a folder of pages is no package
+MODES = [*record_step.MODES]
+RUNS = [f"{mode} {W}" for mode in MODES for W in record_step.SAMPLES]
+UNITS = 5
+
+
+def runs_of_page():
+    _, text, _ = record_step.parts_of_page()
+    return record_step.runs_of(text)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("mode", MODES)
+def test_page_has_this_step(mode):
+    """What the page has of a mode is what happens. It agrees with the formulas, of which the
+    recorder knows nothing; and where a message may be writing no value is shown."""
+    events, _ = record_step.record(mode)
+    W = dist.get_world_size()
+    name = f"{mode} {W}"
+    found = record_step.difference({name: runs_of_page()[name]}, {name: events})
+    assert found is None, found
+    psi = UNITS * len(record_step.SAMPLES[W][0])
+    assert events[0]["held"] == [sum(formula_of_bytes(mode, W)) * psi] * W
+    still_whole = 3 / UNITS  # the root and two blocks
+    expected = formula_of_traffic(mode, 1, still_whole) * (W - 1) / W * psi
+    assert sent_by_ranks(events, W) == pytest.approx([expected] * W)
+    for event, cells, under_way in states_of(events):
+        for what, messages in under_way.values():
+            is_reduce = what.startswith("start: reduce")  # what arrives is no cell yet
+            for sender, receiver, row, unit, first, n in messages:
+                rank = sender if is_reduce else receiver
+                for cell in cells[f"{rank}{row}{unit}"][first:first + n]:
+                    is_marked = cell[0] in "sS" if is_reduce else cell[0] == "~"
+                    assert is_marked, f"{cell} of {row} {unit} on rank {rank}: {event}"
+        for number, messages in event.get("starts", {}).items():
+            pairs = {(message[0], message[1]) for message in messages}
+            assert pairs == set(itertools.permutations(range(W), 2)), f"{number}: {event}"
+
+
+def states_of(events):
+    """For each event: (the event, all cells, {number of an exchange that is under way: (the event
+    that started it, its messages)})."""
+    cells, under_way = {}, {}
+    states = []
+    for event in events:
+        cells = cells | {key: text.split() for key, text in event.get("set", {}).items()}
+        under_way = dict(under_way)
+        for number in event.get("ends", ()):
+            del under_way[str(number)]
+        for number, messages in event.get("starts", {}).items():
+            under_way[number] = event["what"], messages
+        states.append((event, cells, under_way))
+    return states
+
+
+def sent_by_ranks(events, W):
+    """Elements that each rank has sent by these events."""
+    sent = [0] * W
+    for event in events:
+        for messages in event.get("starts", {}).values():
+            for rank, *_, n in messages:
+                sent[rank] += n
+    return sent
+
+
+@pytest.mark.parametrize("writes", [False, full(True)])
+def test_record_step_checks_and_writes(writes, tmp_path):
+    """In a copy of the tree, in whose page one number is another: --check names the event and the
+    command, and changes nothing. That command makes the page again what it was."""
+    for pattern in ("*.py", "docs/*"):
+        for path in ROOT.glob(pattern):
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(exist_ok=True)
+            if path.is_file():
+                shutil.copyfile(path, copy)
+    page = tmp_path / "docs" / "step.html"
+    text = page.read_text()
+    assert text.count('"0g4":"m4 m8 x6 x-3"') == 1
+    broken = text.replace('"0g4":"m4 m8 x6 x-3"', '"0g4":"m4 m8 x6 x-2"')
+    page.write_text(broken)
+    command = [sys.executable, "docs/record_step.py"]
+    if writes:
+        subprocess.run(command, cwd=tmp_path, check=True)
+        assert page.read_text() == text
+        subprocess.run([*command, "--check"], cwd=tmp_path, check=True)
+        return
+    done = subprocess.run([*command, "--check"], cwd=tmp_path, capture_output=True, text=True)
+    fact = "zero1 2 ranks, event 23, 'wait: reduce the bucket from blocks.3 on': the page has"
+    assert done.returncode == 1 and fact in done.stderr, done
+    assert done.stderr.strip().endswith("To record anew: python docs/record_step.py")
+    assert page.read_text() == broken
+
+
+def test_record_step_reads_what_it_writes():
+    head, text, tail = record_step.parts_of_page()
+    assert record_step.as_text(record_step.runs_of(text)) == text
+    assert head + record_step.BEGIN + text + record_step.END + tail == record_step.PAGE.read_text()
+
+
+def names_of(events):
+    """The events of a run as addresses name them."""
+    names = []
+    for event in events:
+        name = re.sub(r"[^\w.]+", "-", event["what"])
+        names.append(f"{name}-again" if name in names else name)
+    return names
+
+
+def test_pages_lead_to_events():
+    """A link to docs/step.html names a mode, ranks and an event that are there."""
+    links = []
+    for page in PAGES.values():
+        links += re.findall(r"step\.html#([^)\"]*)", page.read_text())
+    assert len(links) >= 5, links
+    runs = runs_of_page()
+    for link in links:
+        words = parse_qs(link, strict_parsing=True)
+        assert {*words} <= {"mode", "ranks", "event", "beside", "tab"}, link
+        assert words.get("tab", ["memory"]) == ["memory"], link
+        [mode], [W] = words["mode"], words["ranks"]
+        for event in words.get("event", []):
+            assert event in names_of(runs[f"{mode} {W}"]), link
+        assert words.get("beside", ["ddp"])[0] in MODES, link
+
+
+def test_page_loads_nothing():
+    """The page is one file: it names no other, but for links that a reader may follow."""
+    head, _, tail = record_step.parts_of_page()
+    assert not re.search(r"@import|\bfetch\(|XMLHttpRequest| src=|url\(", head + tail)
+    [icon, paper] = re.findall(r'href="([^"]*)"', head + tail)
+    assert icon == "data:," and paper == "https://arxiv.org/abs/1910.02054"
+
+
+# -------------------------------------------------------------------------------------------------
+# in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("no browser: apt-get install chromium")
+    with api.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=path)
+
+
+@pytest.fixture
+def page(browser):
+    """An open page, whose console stays empty, and which asks for nothing but itself."""
+    # Without a GPU arrows that move would take a core.
+    page = browser.new_page(viewport=dict(width=1120, height=900), reduced_motion="reduce")
+    errors = []
+    page.on("pageerror", lambda error: errors.append(f"error: {error}"))
+    page.on("console", lambda message: errors.append(f"console: {message.text}"))
+    page.on("request", lambda request: errors.append(request.url) if is_foreign(request) else None)
+    yield page
+    page.close()
+    assert errors == [], errors
+
+
+def is_foreign(request):
+    return not request.url.startswith((record_step.PAGE.as_uri(), "data:"))
+
+
+def open_page(page, address):
+    page.goto("about:blank")  # or only the part behind # would be another one
+    page.goto(f"{record_step.PAGE.as_uri()}#{address}")
+
+
+def texts_of(page, selector):
+    """Of all elements that it selects, by one call: each takes milliseconds."""
+    return page.evaluate("""selector => [...document.querySelectorAll(selector)].map(
+        element => element.textContent)""", selector)
+
+
+def titles_of(page):
+    """Of the event that is shown; of two modes two."""
+    return texts_of(page, "#events h2")
+
+
+LOOKS = {".": "none", "z": "blank", "v": "own", "o": "raw", "s": "way", "~": "way", "m": "own",
+         "x": "old"}
+
+
+def cells_expected(cells, W, owners):
+    """[(text, looks)] of the record's cells, in the order of the page: rank, row, unit, element.
+    owners: of the elements of a parameter; of DDP []."""
+    found = []
+    for rank in range(W):
+        for row in "pgmv":
+            for unit in range(UNITS):
+                for i, cell in enumerate(cells[f"{rank}{row}{unit}"]):
+                    look = LOOKS[cell[0].lower()]
+                    if look == "own" and owners and owners[i] != rank:
+                        look = "copy"
+                    text = "…" if cell == "~" else cell[1:].replace("-", "−")
+                    looks = {"cell", look} | ({"twice"} if cell[0].isupper() else set())
+                    found.append((text, looks))
+    return found
+
+
+def copies_of(cell):
+    """How many times there is memory for a cell of the record."""
+    if cell == ".":
+        return 0
+    return 2 if cell[0].isupper() else 1
+
+
+def owners_of(mode, W):
+    """Of the elements of a parameter: stages cut it into W equal chunks."""
+    n = len(record_step.SAMPLES[W][0])
+    return [] if mode == "ddp" else [i * W // n for i in range(n)]
+
+
+# What the page shows of an event, in one call, as each takes milliseconds: texts; of a cell its
+# text, its looks and [left, right, top, bottom]; of an arrow where it is, begins and ends.
+STATE = """() => {
+    const all = (selector, read) => [...document.querySelectorAll(selector)].map(read);
+    const texts = selector => all(selector, element => element.textContent);
+    const at = document.querySelector('.stage').getBoundingClientRect();
+    const cells = all('.stage .cell', cell => {
+        const { left, right, top, bottom } = cell.getBoundingClientRect();
+        const sides = [left - at.left, right - at.left, top - at.top, bottom - at.top];
+        return [cell.textContent, [...cell.classList], sides];
+    });
+    const arrows = all('.stage svg g', arrow => {
+        const [, line, head] = arrow.children;
+        const [, x, begin] = line.getAttribute('d').match(/M(\\S+) (\\S+)V/);
+        const [, end] = head.getAttribute('d').match(/M\\S+ (\\S+)l/);
+        return [+x, +begin, +end, line.classList.contains('new')];
+    });
+    return { cells, arrows, captions: texts('caption'), titles: texts('#events h2'),
+             sentences: texts('#events p') };
+}"""
+
+
+def assert_arrows(arrows, boxes, under_way, started, W):
+    """There is an arrow for each message: from the cells that are sent to those on the other rank,
+    in the same row; and it is thick if the message starts now."""
+    n_elements = len(record_step.SAMPLES[W][0])
+    n_arrows = 0
+    for number, (_, messages) in under_way.items():
+        for sender, receiver, row, unit, first, n in messages:
+            n_arrows += 1
+            ends = []
+            for rank in (sender, receiver):
+                place = ((4 * rank + "pgmv".index(row)) * UNITS + unit) * n_elements + first
+                left, right = boxes[place][0], boxes[place + n - 1][1]
+                ends.append(boxes[place][2:])
+            is_down = receiver > sender
+            y1, y2 = ends[0][is_down], ends[1][not is_down]
+            found = []
+            for x, y_begin, y_end, is_new in arrows:
+                if left < x < right and [y_begin, y_end] == pytest.approx([y1, y2], abs=0.5):
+                    found.append(is_new)
+            assert found == [number in started], f"{number}: {arrows}"
+    assert len(arrows) == n_arrows, f"{len(arrows)} arrows for {n_arrows} messages"
+
+
+def assert_sums(text, cells, unit):
+    """What a sentence computes is right, and is in the first cell of the unit's gradients."""
+    for left, right in re.findall(r"([\d−][\d −+·]*) = (−?\d+)", text):
+        computed = eval(left.replace("·", "*").replace("−", "-"))
+        assert computed == int(right.replace("−", "-")), text
+        assert cells[f"0g{unit}"][0][1:] == str(computed), text
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_page_shows_each_event(page, name):
+    """At each event, one key press after the other, the page shows the record's numbers, looks,
+    messages, bytes and counts of elements that were sent; and one sentence, with a function."""
+    mode, W = name.split()
+    open_page(page, f"mode={mode}&ranks={W}")
+    most = [0] * int(W)
+    events = runs_of_page()[name]
+    n_sums = 0
+    for i, (event, cells, under_way) in enumerate(states_of(events)):
+        sent = sent_by_ranks(events[:i + 1], int(W))
+        most = [max(pair) for pair in zip(most, event["held"])]
+        shown = page.evaluate(STATE)
+        found = []
+        for text, looks, _ in shown["cells"]:
+            found.append((text, set(looks) - {"long", "changed", "was"}))
+        assert found == cells_expected(cells, int(W), owners_of(mode, int(W))), event
+        expected = []
+        for rank, held in enumerate(event["held"]):
+            of_rank = [found for key, found in cells.items() if key[0] == str(rank)]
+            assert held == 4 * sum(map(copies_of, sum(of_rank, []))), event
+            expected.append(f"rank {rank}{held} bytes (most so far {most[rank]}), {sent[rank]} "
+                            f"elements sent")
+        assert shown["captions"] == expected, event
+        boxes = [sides for *_, sides in shown["cells"]]
+        assert_arrows(shown["arrows"], boxes, under_way, event.get("starts", {}), int(W))
+        [title], [text, code] = shown["titles"], shown["sentences"]
+        assert title == f"{event['what']}{i + 1} of {len(events)}"
+        assert len(text) > 20 and re.search(r"\.\)?$", text), text
+        assert not re.search("undefined|null|NaN", text + code), text
+        functions = event.get("code", [])
+        assert code.startswith("code: ") and all(function in code for function in functions), code
+        block = re.search(r"blocks\.(\d)", event["what"])
+        assert_sums(text, cells, int(block[1]) + 1 if block else 0)
+        n_sums += " = " in text
+        page.keyboard.press("ArrowRight")
+    assert n_sums == UNITS + (UNITS if mode != "ddp" else 3), f"{n_sums} sentences with numbers"
+    took = texts_of(page, f"#took tbody tr:nth-child({MODES.index(mode) + 1}) td")
+    assert took == [str(events[0]["held"][0]), str(most[0]), str(sent[0])], took
+
+
+SENTENCES = """
+ddp 3, loss: Each rank has the loss of its own sample: 18, 33, 15. Next comes loss.backward()
+ddp 2, backward-the-root: Meanwhile the gradients of block 3, block 2, block 1 and block 0 are under
+zero1 2, zero_grad: The step is over: each rank has sent 20 elements.
+zero2 2, wait-reduce-the-bucket-from-blocks.3-on: (The gradients of block 2, which are sent next, ha
+zero2 2, wait-reduce-the-bucket-from-blocks.3-on: next, have been multiplied by 1/2 by now.)
+zero3 2, start-unshard-blocks.1-again: each rank sends the chunk that it owns to the other rank. Thi
+zero3 2, start-unshard-blocks.1-again: This is the second time in this step, as it was freed in the
+zero3 3, free-blocks.0: Block 0 has done its part, and block 2 has to be gathered. Beside the root o
+zero3 2, backward-blocks.3: They are still whole.
+zero3 2, backward-blocks.1: Their all-gather is under way.
+zero3 3, free-blocks.1-again: The backward is over. What was gathered of block 1 is freed.
+"""
+
+
+def test_page_says_what_happens(page):
+    """Some sentences, labels and headings, word by word."""
+    for mode, W, event, sentence in re.findall(r"(\w+) (\d), ([\w.-]+): (.*)", SENTENCES):
+        open_page(page, f"mode={mode}&ranks={W}&event={event}")
+        [text, _] = texts_of(page, "#events p")
+        assert sentence in text, text
+    labels = texts_of(page, ".rank:first-of-type .long")
+    assert labels == ["parameters", "gradients", "Adam: average", "Adam: squares"]
+    heads = ", ".join(texts_of(page, "#took thead th"))
+    assert heads == "on 3 ranks, bytes between steps, bytes at most, elements sent in the step"
+    open_page(page, "mode=ddp&ranks=2&event=start-reduce-the-bucket-from-blocks.3-on")
+    assert texts_of(page, "#phase") == ["backward"]
+    assert texts_of(page, ".stage .changed") == []
+    assert set(texts_of(page, "th.now")) == {"block 3"}
+    legend = texts_of(page, "#legend li")
+    assert legend[1] == "memory without a value" and legend[7] == "3old, or of no use any more"
+    open_page(page, "mode=zero1&ranks=2&event=update")
+    assert len(texts_of(page, ".stage .changed")) == 2 * 10 * 3  # of both ranks
+    widths = page.evaluate("""[...document.querySelectorAll('.rank .meter i')].map(
+        part => part.style.width)""")
+    assert widths == ["75%"] * 4  # 8 psi + 8 psi/W of 16 psi, now and at most
+    label = page.evaluate("document.querySelector('[role=img]').ariaLabel")
+    assert label == "0, 1, 1 (old, or of no use any more), 3 (old, or of no use any more)", label
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_page_plays_to_its_end(page, name):
+    """Playing shows each event, and the last one ends the step: every parameter has moved by 1, the
+    learning rate, whichever mode it is; and gradients are gone."""
+    mode, W = name.split()
+    page.clock.install()
+    open_page(page, f"mode={mode}&ranks={W}")
+    events = runs_of_page()[name]
+    n = len(events)
+    assert events[-1]["what"] == "zero_grad"
+    seen = titles_of(page)
+    page.keyboard.press("Space")
+    while page.locator("#play").text_content() == "stop" and len(seen) <= n:
+        page.clock.run_for(2000)  # each event stays for longer
+        if titles_of(page) != seen[-1:]:
+            seen += titles_of(page)
+    assert seen == [f"{event['what']}{i} of {n}" for i, event in enumerate(events, 1)]
+    assert "event=zero_grad" in page.url
+    shown = texts_of(page, ".stage .cell")
+    n_elements = len(record_step.SAMPLES[int(W)][0])
+    rows = [shown[i:i + UNITS * n_elements] for i in range(0, len(shown), UNITS * n_elements)]
+    weights = [values[:n_elements] for values in record_step.WEIGHTS]
+    for i, weight in enumerate(sum(weights, [])):
+        of_ranks = [rows[4 * rank][i] for rank in range(int(W))]
+        assert str(weight - 1) in of_ranks, f"element {i}: {of_ranks}, expected is {weight - 1}"
+        assert {rows[4 * rank + 1][i] for rank in range(int(W))} == {""}
+    page.keyboard.press("Space")  # from the begin
+    page.clock.run_for(1000)
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Space")
+    page.clock.run_for(60_000)
+    assert titles_of(page)[0].endswith(f"2 of {n}")
+    page.keyboard.press("Space")
+    page.keyboard.press("End")
+    page.clock.run_for(60_000)
+    assert page.locator("#play").text_content() == "play"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_page_opens_at_events(page, name):
+    """Each event has an address, by name. Another mode opens at the same moment."""
+    mode, W = name.split()
+    events = runs_of_page()[name]
+    names = names_of(events)
+    assert len(set(names)) == len(names)
+    open_page(page, f"mode={mode}&ranks={W}&event={names[-1]}")
+    titles = page.evaluate("""async names => {
+        const titles = [];
+        const words = new URLSearchParams(location.hash.slice(1));
+        for (const name of names) {
+            const changed = new Promise(end => addEventListener('hashchange', end, { once: true }));
+            words.set('event', name);
+            location.hash = words;
+            await changed;
+            titles.push(document.querySelector('#events h2').textContent);
+        }
+        return titles;
+    }""", names)
+    n = len(events)
+    assert titles == [f"{event['what']}{i} of {n}" for i, event in enumerate(events, 1)]
+    assert "event=zero_grad" in page.url
+    open_page(page, f"mode={mode}&ranks={W}&event=backward-blocks.1")
+    for other in MODES:
+        page.click(f"#modes [data-mode={other}]")
+        assert titles_of(page)[0].startswith("backward: blocks.1")
+    page.click("#ranks [data-ranks='3']")
+    assert page.locator("caption").count() == 3
+    assert "mode=zero3" in page.url and "ranks=3" in page.url
+
+
+def moments_of(events):
+    """For each event how many have come, up to it, of those that all modes have in common."""
+    found = []
+    n = 0
+    for event in events:
+        n += event["what"].split(":")[0] in ("forward", "loss", "backward", "update", "zero_grad")
+        found.append(n)
+    return found
+
+
+def test_page_shows_two(page):
+    """Two modes side by side: both play to their ends, and each says what it does."""
+    open_page(page, "mode=ddp&ranks=2&beside=zero3")
+    assert page.locator(".stage").count() == 2
+    all_moments = [moments_of(runs_of_page()[name]) for name in ("ddp 2", "zero3 2")]
+    seen = [set(), set()]
+    for _ in range(len(all_moments[0]) + len(all_moments[1])):
+        now = []
+        for seen_of_mode, moments, title in zip(seen, all_moments, titles_of(page)):
+            number = int(re.search(r", (\d+) of", title)[1])
+            seen_of_mode.add(number)
+            now.append(moments[number - 1])
+        assert now[0] == now[1], titles_of(page)
+        page.keyboard.press("ArrowRight")
+    assert [len(numbers) for numbers in seen] == [len(moments) for moments in all_moments]
+    assert all(title.startswith("zero_grad") for title in titles_of(page)), titles_of(page)
+    page.select_option("#beside", "")
+    assert page.locator(".stage").count() == 1 and "beside" not in page.url
+
+
+def test_page_is_for_everyone(page):
+    """Keys, 400 pixels, dark colours, names for what is not text, and a still without controls."""
+    open_page(page, "mode=zero3&ranks=3&event=backward-blocks.1")
+    page.keyboard.press("End")
+    assert titles_of(page)[0].startswith("zero_grad")
+    page.keyboard.press("Home")
+    assert titles_of(page)[0].startswith("begin")
+    page.focus("#slider")
+    page.keyboard.press("ArrowRight")
+    assert re.search(r"2 of \d+$", titles_of(page)[0])
+    page.focus("#back")
+    page.keyboard.press("Enter")
+    assert titles_of(page)[0].startswith("begin")
+    page.keyboard.press("ArrowLeft")
+    assert titles_of(page)[0].startswith("begin")
+    names = page.evaluate("""[...document.querySelectorAll(
+        'button, select, input, [role=img], [role=group]')].map(element => element.ariaLabel
+        || element.textContent || element.labels?.[0]?.textContent)""")
+    assert len(names) > 60 and all(names), names
+    labels = page.evaluate("[...document.querySelectorAll('[role=img]')].map(c => c.ariaLabel)")
+    assert labels[0] == "1, no memory, no memory", labels[0]
+    page.set_viewport_size(dict(width=400, height=800))
+    for address in ("mode=zero3&ranks=2&beside=ddp", "mode=zero2&ranks=3", "tab=memory"):
+        open_page(page, address)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400, address
+    colours = set()
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        colours.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(colours) == 2
+    open_page(page, "mode=zero3&ranks=2&event=update&still=1")
+    assert not page.locator("#slider").is_visible() and page.locator(".stage").is_visible()
+    assert "still=1" in page.url
+    open_page(page, "mode=zero9&ranks=7&event=nothing")
+    assert titles_of(page) == ["begin1 of 25"]
+
+
+PARTS = dict(fp32=(4, 4), bf16=(2, 2))  # bytes of param_dtype and reduce_dtype
+
+
+@pytest.mark.parametrize("dtypes", [*PARTS, "paper"])
+def test_page_has_verifys_formulas(page, dtypes):
+    """Bytes that a rank holds, and elements that it sends."""
+    open_page(page, "tab=memory")
+    page.select_option("#in-dtypes", dtypes)
+    for psi, W, n, blocks in ((7e9, 8, 1, 32), (124e6, 3, 4, 12), (1e3, 1, 2, 1)):
+        for key, value in dict(psi=psi, W=W, n=n, blocks=blocks).items():
+            page.fill(f"#in-{key}", f"{value:g}")
+        for mode in MODES:
+            section = page.locator(f"#answers [data-mode={mode}]")
+            found = json.loads(section.evaluate("e => JSON.stringify(e.dataset)"))
+            if dtypes == "paper":
+                whole = dict(ddp=16, zero1=4, zero2=2, zero3=0)[mode]
+                held = (whole + (16 - whole) / W) * psi
+            else:
+                held = sum(formula_of_bytes(mode, W, *PARTS[dtypes])) * psi
+            if dtypes != "fp32" and mode == "ddp":
+                held = 16 * psi
+            two_blocks = min(2 / blocks, 1)
+            gathered = two_blocks * psi * (4 if dtypes == "fp32" else 2) if mode == "zero3" else 0
+            sent = formula_of_traffic(mode, n, two_blocks) * (W - 1) / W * psi
+            for key, expected in dict(held=held, gathered=gathered, sent=sent).items():
+                assert float(found[key]) == pytest.approx(expected), f"{mode} {key} {found}"
+    page.fill("#in-psi", "7e9")
+    page.fill("#in-W", "8")
+    shown = page.locator("#answers h2 span:last-child").all_text_contents()
+    expected = {"fp32": "112 63 38.5 14", "bf16": "112 28 28 14", "paper": "112 38.5 26.25 14"}
+    assert " ".join(shown).replace(" GB", "") == expected[dtypes], shown
+
+
+def test_page_computes_what_is_typed(page):
+    """The text of an answer, its bar, and what is said of what is no number."""
+    open_page(page, "tab=memory")
+    page.fill("#in-psi", "7,000M")
+    [holds, sends] = texts_of(page, "#answers [data-mode=zero2] p")
+    assert holds == "4 Psi + 12 Psi/W: parameters 28 GB, gradients 3.5 GB, Adam 7 GB."
+    assert sends.startswith("Sends 12.25 billion elements in a step, 49 GB: (n + 1) (W-1)/W Psi in")
+    [holds, _] = texts_of(page, "#answers [data-mode=zero3] p")
+    assert "16 Psi/W" in holds and "two of the blocks are whole: 1.75 GB more" in holds
+    widths = page.evaluate("""[...document.querySelectorAll('[data-mode=zero1] .stack i')].map(
+        piece => parseFloat(piece.style.width))""")
+    assert widths == [25, 25, 6.25, 0], widths
+    for key, text in dict(psi="a lot", W="2.5", n="0", blocks="").items():
+        before = page.input_value(f"#in-{key}")
+        page.fill(f"#in-{key}", text)
+        assert page.locator("#answers").text_content().endswith(f'not "{text}".')
+        page.fill(f"#in-{key}", before)
+    assert page.locator("#answers h2").count() == 4
