@@ -6,13 +6,17 @@
                                                           the runs of one rate
     python assets/charts.py loss [metrics.jsonl]          losses of a run, of out/ unless told
     python assets/charts.py files                         files, their lines, who imports whom
+    python assets/charts.py step                          an event of docs/step.html: step.png and
+                                                          step-dark.png
 
-Needs matplotlib. Text and axes are grey, on nothing: readable on white pages and on black ones.
+Needs matplotlib; `step` needs playwright, and Chromium. Text and axes are grey, on nothing:
+readable on white pages and on black ones.
 """
 
 import ast
 import json
 import pathlib
+import shutil
 import statistics
 import sys
 
@@ -26,6 +30,7 @@ DEEPSPEEDS = "#2a9d9d"
 FILES = ("oracle.py", "model.py", "guards.py", "ddp.py", "zero.py", "trainer/", "train.py",
          "verify.py", "tests/")
 IDEA = ("oracle.py", "ddp.py", "zero.py")
+STILL = "mode=zero3&ranks=2&event=start-unshard-blocks.1-again&still=1"
 SMOOTHED = 20  # steps whose mean is a point of the training loss
 
 
@@ -211,6 +216,26 @@ def draw_memory():
     save(figure, "memory")
 
 
+def draw_step():
+    """An event of the page, for light and for dark pages."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        refuse("it opens a browser with a package: pip install playwright")
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser_path is None:
+        refuse("it needs a browser: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path)
+        for scheme, name in (("light", "step.png"), ("dark", "step-dark.png")):
+            page = browser.new_page(viewport=dict(width=900, height=100), device_scale_factor=1.5,
+                                    color_scheme=scheme)
+            page.goto(f"{(ROOT / 'docs' / 'step.html').as_uri()}#{STILL}")
+            path = ROOT / "assets" / name
+            page.screenshot(path=path, full_page=True)
+            print(path)
+
+
 def main():
     command, *paths = sys.argv[1:] or ["--help"]
     if command == "modes" and not paths:
@@ -223,6 +248,8 @@ def main():
         draw_loss(pathlib.Path(*paths or [ROOT / "out" / "metrics.jsonl"]))
     elif command == "files" and not paths:
         draw_files()
+    elif command == "step" and not paths:
+        draw_step()
     else:
         print(__doc__, file=sys.stderr)
         return 0 if command in ("-h", "--help") else 2
