@@ -1147,8 +1147,8 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
         note("step")
         model.zero_grad()
     sizes = [(dtype or torch.float).itemsize for dtype in (param_dtype, reduce_dtype)]
-    a_parameter = formula_of_bytes(stage, W, *sizes)
-    parameters, gradients, adam = [psi / 4 * n_bytes for n_bytes in a_parameter]
+    bytes_each = formula_of_bytes(stage, W, *sizes)
+    parameters, gradients, adam = [psi / 4 * n_bytes for n_bytes in bytes_each]
     keeps_gradients = gradients == psi
     held = parameters + gradients + adam
     # Units more: in stage 3 two whole ones and the root. In the backward two units' gradients, and

@@ -5,11 +5,11 @@
 
 Nothing is simulated: two processes, and then three, train with the classes of ddp.py and zero.py.
 These are not changed. What they call is watched: ranges of a profile ("start: ", "wait: ",
-"free: "), `exchange` and `all_reduce`, which send, `add_in_rank_order` and `Bucket.put`. Each is an
-event, of which is written down what the buffers hold. All ranks have the same events, so the i-th
-of each is one event of the record:
+"free: "), `exchange` and `all_reduce`, which send, `add_in_rank_order` and `Bucket.put`. Each range
+is an event, and so are a gradient and the lines of a training loop; what the buffers hold then is
+written down. All ranks have the same events, so the i-th of each is one event of the record:
 
-    what      such as "start: unshard blocks.1", as `train.py --trace` prints it
+    what      such as "start: unshard blocks.1", as `train.py --trace` prints it, without sizes
     code      functions of ddp.py and zero.py that are under way, from the outermost in
     held      bytes of parameters, gradients and Adam's averages on each rank
     set       {rank, row and number of the unit, such as "0p2": cells}, where one has changed
@@ -381,7 +381,6 @@ def record(mode):
         optimizer.zero_grad()
         recorder.kinds.clear()
         recorder.note("zero_grad")
-    module.note = None
     whole = [(name, value.tolist()) for name, value in model.full_parameters()]
     return [merged(events) for events in zip(*gather(recorder.events), strict=True)], whole
 
@@ -410,7 +409,8 @@ PAGE = ROOT / "docs" / "step.html"
 BEGIN, END = '<script id="record" type="application/json">\n', "\n</script><!-- record -->"
 
 
-def short(value):
+def compact(value):
+    """As JSON without spaces."""
     return json.dumps(value, separators=(",", ":"))
 
 
@@ -426,11 +426,11 @@ def as_text(runs):
                 if event["code"] not in codes:
                     codes.append(event["code"])
                 event = event | {"code": codes.index(event["code"])}
-            lines.append(short(event))
+            lines.append(compact(event))
         texts.append(f'"{name}":[\n' + ",\n".join(lines) + "\n]")
-    all_codes = ",\n".join(map(short, codes))
+    all_codes = ",\n".join(map(compact, codes))
     all_runs = ",\n".join(texts)
-    return (f'{{"samples":{short(SAMPLES)},\n"codes":[\n{all_codes}\n],\n'
+    return (f'{{"samples":{compact(SAMPLES)},\n"codes":[\n{all_codes}\n],\n'
             f'"runs":{{\n{all_runs}\n}}}}')
 
 

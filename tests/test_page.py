@@ -303,8 +303,9 @@ def test_page_shows_each_event(page, name):
         assert found == cells_expected(cells, int(W), owners_of(mode, int(W))), event
         expected = []
         for rank, held in enumerate(event["held"]):
-            of_rank = [found for key, found in cells.items() if key[0] == str(rank)]
-            assert held == 4 * sum(map(copies_of, sum(of_rank, []))), event
+            of_rank = [row for key, row in cells.items() if key[0] == str(rank)]
+            n_numbers = sum(copies_of(cell) for cell in itertools.chain(*of_rank))
+            assert held == 4 * n_numbers, event
             expected.append(f"rank {rank}{held} bytes (most so far {most[rank]}), {sent[rank]} "
                             f"elements sent")
         assert shown["captions"] == expected, event
