@@ -1,7 +1,7 @@
 """Guards of ddp.py and zero.py: what a script does around a wrapper is right, or it is refused.
 
-    class DDP(Guards, PlainDDP)              # the last lines of ddp.py
-    class Zero3(ShardGuards, PlainZero3)     # and, more or less, of zero.py
+    class DDP(Guards, ..., PlainDDP)              # the last lines of ddp.py
+    class Zero3(ShardGuards, ..., PlainZero3)     # and, more or less, of zero.py
 
 Data parallelism and ZeRO are complete without this file: `from ddp import PlainDDP as DDP`. But
 there are many ways in which a script can compute something else than its author thinks, such as the
@@ -50,7 +50,7 @@ class Guards:
 
     # ---- the module
 
-    def _agree_on_module(self, options):
+    def _agree_on_module(self):
         # What all of our wrappers have in common.
         ours = tuple(kind for kind in type(self).__mro__ if kind.__name__ == "Reducer")
         for name, m in self._guard_modules():
@@ -69,7 +69,7 @@ class Guards:
             fault = fault_of_memory(t)
             if fault is not None:
                 self._refuse(f"{name} {fault}")
-        return super()._agree_on_module(options)
+        super()._agree_on_module()
 
     def _guard_modules(self):
         """[(name, submodule)], the module first."""
@@ -93,8 +93,7 @@ class Guards:
 
     def _track(self, buckets, frozen=()):
         super()._track(buckets, frozen)
-        before_step = self._hook_steps(register_optimizer_step_pre_hook, self._guard_before_step)
-        self._remove_at_end(before_step)
+        self._hook_steps(register_optimizer_step_pre_hook, self._guard_before_step)
         self._guard_forwards = []  # of each since the last averaging backward: a set, see below
         self._guard_n_left = 0  # forwards that got no backward
         # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
@@ -169,7 +168,9 @@ class Guards:
             self._refuse("a backward by compiled autograd, which makes no callback at its end: "
                          "switch it off, as by torch._dynamo.config.compiled_autograd = False")
         task = torch._C._current_graph_task_id()
-        if self._backward is not None and task not in (self._backward.task, -1):
+        if task == -1:
+            return  # this hook was called by hand
+        if self._backward is not None and task != self._backward.task:
             self._refuse("a backward inside another, or after one that raised: pass "
                          "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
         super()._notice_backward(gradient)
@@ -496,6 +497,15 @@ class Held(Part):
         self.__class__ = torch.Tensor
 
 
+def version_of(unit):
+    """A number that grows when a script or an optimizer changes a unit's shards in place."""
+    version = 0
+    for bucket in unit.buckets:
+        for slot in bucket.slots:
+            version += slot.shard._version
+    return version
+
+
 def agree_on_inf(found_inf, group):
     """A GradScaler skips a step if it has found an inf: if one rank has, all must."""
     found = found_inf.to(dist.distributed_c10d._get_object_coll_device(group))
@@ -524,8 +534,8 @@ class ShardGuards(Guards):
     _guard_hint = (". (get_state_dict() of torch.distributed.checkpoint knows no shards: save "
                    "state_dict() or full_state_dict())")
 
-    def _agree_on_module(self, options):
-        first_tag = super()._agree_on_module(options)
+    def _agree_on_module(self):
+        super()._agree_on_module()
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         for where, m in self._guard_modules():
             for name, p in m._parameters.items():
@@ -534,16 +544,15 @@ class ShardGuards(Guards):
                     self._refuse(f"{fqn} is in the module's _ddp_params_and_buffers_to_ignore, so "
                                  f"ranks may have values of their own there, but a stage gives all "
                                  f"ranks those of rank 0: use DDP")
-        return first_tag
 
-    def _build_buckets(self, reduce_dtype, init_fn):
+    def _build_buckets(self):
         self._refuse_shared_memory()
         on_meta = [p.is_meta for _, p in self._named("parameters")]
-        if any(on_meta) and not all(on_meta) and init_fn is None:
+        if any(on_meta) and not all(on_meta) and self._init_fn is None:
             if hasattr(self.module, "init_weights"):
                 self._refuse("some parameters are on meta, and init_weights() would write to the "
                              "others, too: pass init_fn, which is called for submodules")
-        super()._build_buckets(reduce_dtype, init_fn)
+        super()._build_buckets()
 
     def _refuse_shared_memory(self):
         """Two parameters that have elements in one place would be apart in the buckets."""
@@ -569,6 +578,9 @@ class ShardGuards(Guards):
 
     def _add_hooks(self):
         super()._add_hooks()
+        self._hook_steps(register_optimizer_step_pre_hook, self._guard_before_shards_step)
+        # {unit: `version_of` it when it was last outdated}
+        self._guard_versions = {unit: version_of(unit) for unit in self._units}
         self._guard_awaits_backward = False  # whether there was a forward since the last backward
         self._guard_hidden = set()  # units whose parameters are Absent
         self._guard_in_step = []  # parts that are plain tensors while an optimizer steps
@@ -585,8 +597,7 @@ class ShardGuards(Guards):
             seen = p.data_ptr(), p._version, p.requires_grad
             p._watch = Watch(slot, type(p), place_of(slot.shard), seen)
         self._hide_all()
-        after_step = self._hook_steps(register_optimizer_step_post_hook, self._guard_after_step)
-        self._remove_at_end(after_step)
+        self._hook_steps(register_optimizer_step_post_hook, self._guard_after_step)
 
     # ---- a parameter may be read, or is Absent
 
@@ -618,7 +629,7 @@ class ShardGuards(Guards):
 
     def _wait_for_unshard(self, unit):
         """After it unit's parameters may be read."""
-        if unit not in self._guard_hidden or not unit.is_unsharded:
+        if unit not in self._guard_hidden or not unit.is_current:
             return super()._wait_for_unshard(unit)
         for p in unit.parameters:
             p.__class__ = p._watch.kind
@@ -628,14 +639,14 @@ class ShardGuards(Guards):
         self._guard_hidden.discard(unit)
 
     def _unshard(self, unit):
-        if not unit.is_unsharded:
-            self._refuse_old_graphs(unit)
+        if not unit.is_current:
+            self._outdate_if_written(unit)
         super()._unshard(unit)
 
     def _reshard(self, unit):
         """Stage 3 only: unit's parameters become Absent."""
-        if not unit.is_unsharded:
-            return
+        if not unit.is_current:
+            return super()._reshard(unit)
         self._wait_for_unshard(unit)
         self._take_back(unit)
         for memory, reference in list(self._guard_freed.items()):
@@ -649,12 +660,15 @@ class ShardGuards(Guards):
         # A backward through a graph that no note was taken of, such as a penalty's, has to raise.
         torch.autograd.graph.increment_version(unit.parameters)
 
-    def _refuse_old_graphs(self, unit):
-        """If unit's shards have changed since it was unsharded, count that as a write to its
-        parameters: then autograd raises in a backward through the old weights."""
-        if unit.version != unit.current_version():
-            self._hide(unit)  # before the next line, which would look like a script's write
-            torch.autograd.graph.increment_version(unit.parameters)
+    def _outdate_if_written(self, unit):
+        """A script, too, may change unit's shards in place, without an optimizer."""
+        if self._guard_versions[unit] != version_of(unit):
+            self._outdate(unit)
+
+    def _outdate(self, unit):
+        self._hide(unit)  # before the rest, which would look like a script's write
+        super()._outdate(unit)
+        self._guard_versions[unit] = version_of(unit)
 
     # ---- shards
 
@@ -706,10 +720,12 @@ class ShardGuards(Guards):
         super()._prepare_forward()
 
     @outside_functorch
-    def _begin_forward(self, module):
+    def _begin_forward(self, units):
         if torch.is_grad_enabled():
             self._guard_awaits_backward = True
-        super()._begin_forward(module)
+        for unit in self._units:
+            self._outdate_if_written(unit)
+        super()._begin_forward(units)
 
     @outside_functorch
     def _use(self, unit):
@@ -732,7 +748,7 @@ class ShardGuards(Guards):
                          "jacrev, but stage 3 needs them: use Zero2, or torch.autograd.grad()")
         return super()._take_notes()
 
-    def _pack(self, outer, t):
+    def _pack_inside(self, outer, t):
         """Stage 3 only: a checkpoint must not keep views of weights, which would be old."""
         if in_backward() and t.layout is torch.strided:
             memory = t.untyped_storage()._cdata
@@ -740,7 +756,7 @@ class ShardGuards(Guards):
             if freed is not None and not freed.expired() and memory not in self._bucket_at_memory:
                 self._refuse("a selective checkpoint has kept a view of a weight that was freed "
                              "since: let its policy recompute views, such as aten.t")
-        return super()._pack(outer, t)
+        return super()._pack_inside(outer, t)
 
     # ---- backward: a shard's `.grad` is a Part, or Held
 
@@ -758,9 +774,9 @@ class ShardGuards(Guards):
             elif isinstance(gradient, Part):
                 gradient.__class__ = torch.Tensor
             watch.mark = None
-        super()._prepare_for_backward(task)
         for unit in self._units:
-            self._refuse_old_graphs(unit)
+            self._outdate_if_written(unit)
+        super()._prepare_for_backward(task)
 
     def _finalize_backward(self):
         """Put the marks on. Outside of a forward nobody reads parameters now."""
@@ -778,10 +794,9 @@ class ShardGuards(Guards):
 
     # ---- the optimizer, and whole values
 
-    def _before_step(self, optimizer, arguments, options):
+    def _guard_before_shards_step(self, optimizer, arguments, options):
         """Raise if the step would do something else than it seems to. It changes shards, so nobody
         is to read the parameters any more."""
-        super()._before_step(optimizer, arguments, options)
         given = set()
         for group in optimizer.param_groups:
             given.update(group["params"])

@@ -19,8 +19,9 @@ stages differ in what a rank keeps whole; for Psi parameters, per rank:
     Zero3  P_os+g+p  nothing                   16 Psi/W           at most 3 n
 
 A step has n backwards, its micro-steps. Zero1 sends once if all but the last are in no_sync(): it
-has room for whole gradients anyway. Zero2 sends n + 1 if it is told which one is the last, by
-`set_is_last_backward`, and otherwise 2 n.
+has room for whole gradients anyway. In stage 2 each backward sends gradients, and the first forward
+after a step gathers parameters. (`Zero2` has to be told which backward is the last of a step, by
+`set_is_last_backward`, or it gathers in each forward, and sends 2 n.)
 
 The module keeps its parameters: forward and backward compute with them. The optimizer gets other
 parameters, the shards. (A fused optimizer rounds the last elements of a tensor differently, so that
@@ -36,12 +37,21 @@ Cost beside the table: during the backward three buckets of 25 MB, one that fill
 and what arrives for it (Zero1: only the last, as it keeps the others anyway); in Zero3 the root and
 two units; under no_sync() whole gradients.
 
-oracle.py has the three stages by hand. Here is the same, only earlier, in this order:
-buckets and units; the stages as the paper has them: `PlainZero1`, which can be read by itself, what
-`PlainZero2` does otherwise, and what `PlainZero3` adds; the meta device; whole parameters, for
-Muon. That is all of ZeRO. The last lines put `ShardGuards` of guards.py before the stages, which
-protect from mistakes: these are `Zero1`, `Zero2` and `Zero3`. `from zero import PlainZero3 as
-Zero3` switches them off, and no bit changes.
+oracle.py has the three stages by hand. Here is the same, only earlier, in this order: two tables of
+a step; buckets and units; `Stage`, how a stage is built, to be passed by; the stages as the paper
+has them: `PlainZero1`, which can be read by itself, what `PlainZero2` does otherwise, and what
+`PlainZero3` adds. That is the idea. It asks of scripts and ranks what oracle.py asks: docstrings
+say what. The rest is one class for each thing that it does not ask for any more, or adds:
+
+    UnevenForwards  a script calls a part of the model; gradients are missing, replaced or not
+                    zeroed; shards are changed by hand
+    UnevenOrder     in stage 3: ranks skip units; forwards and checkpoints inside of forwards
+    ZeroOptions     groups of ranks; 16 bits and offload; whole parameters for Muon; meta devices
+    StateDicts      saving and loading
+    ShardGuards     mistakes of a script are refused: guards.py
+
+`Zero3` is all of these, and ddp.py's `UnevenRanks`, before `PlainZero3`. Each does something before
+or after a method of the plain stage, and calls that: what one has read is what runs.
 """
 
 import collections
@@ -54,16 +64,59 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
-from ddp import (ALIGN_CHUNK_BYTES, Bucket, HierarchicalState, Reducer, add_in_rank_order,
-                 all_gather, all_reduce, broadcast, bucket_bytes, fill_buckets, first_names,
-                 gather_chunks, in_backward, named_modules, named_tensors, reduce_chunks,
-                 reduce_scatter, round_up, weakly)
+from ddp import (ALIGN_CHUNK_BYTES, Bucket, HierarchicalState, Reducer, UnevenRanks,
+                 add_in_rank_order, broadcast, bucket_bytes, fill_buckets, first_names, in_backward,
+                 named_modules, named_tensors, round_up, start_all_gather, start_all_reduce,
+                 start_reduce_scatter, weakly)
 from guards import ShardGuards
 
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
+
+
+# -------------------------------------------------------------------------------------------------
+# a step
+#
+# The methods in the order in which a step comes to them, and what they do. A dot: as in the stage
+# before. Hooks of modules call those of the forward, ddp.py's `Reducer` those of the backward; in
+# stage 3 a note calls `_use` there, too.
+#
+#   event                method                  PlainZero1           PlainZero2    PlainZero3
+#   a forward begins     _begin_forward          gather all units     .             the way leads
+#                                                                                   through them
+#   a unit is used       _use                    wait for its gather  .             ..., and gather
+#                                                                                   the next one
+#   a forward is over    _end_forward            wait for the rest    .             ...; evaluation:
+#                                                                                   free all
+#   a backward begins    _prepare_for_backward                                      the way leads
+#                                                                                   back
+#   a bucket is full     _start_reduction        reduce-scatter       .             .
+#   the next one, too    _finish_reduction       add: its means are   ..., free     .
+#                                                there                gradients
+#   a backward is over   _finalize_backward                                         ..., free all
+#   a step               _after_step             all units are old    .             .
+#
+# A step of PlainZero3 with a root and blocks 0, 1 and 2, each of which has one bucket. gather and
+# reduce start an all-gather and a reduce-scatter; wait and add finish them. Beside the root two
+# blocks are whole, and one block's messages are under way while another one computes.
+#
+#   forward begins               gather root
+#     root is used               wait for root, gather 0
+#     0 is used                  wait for 0, gather 1
+#     1 is used                  wait for 1, free 0, gather 2
+#     2 is used                  wait for 2
+#   backward begins                                         root, 1 and 2 are still whole
+#     2 is used                                             1, the next one, is there
+#     gradients of 2 are there   reduce 2
+#     1 is used                  free 2, gather 0
+#     gradients of 1 are there   add 2, reduce 1
+#     0 is used                  wait for 0
+#     gradients of 0 are there   add 1, reduce 0
+#     those of the root, too     add 0, reduce root
+#   backward is over             add root, free root, 1 and 0
+#   step                                                    the shards have new values
 
 
 # -------------------------------------------------------------------------------------------------
@@ -76,19 +129,16 @@ class Sharding(typing.NamedTuple):
     W: int  # the number of ranks over which parameters are sharded
     rank: int  # this rank's number among them
     device: torch.device
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
 
 
 class ShardedBucket(Bucket):
     """A bucket whose parameters lie in flat buffers, too. Each buffer of n elements is cut into W
     chunks, and rank r owns the r-th, of S elements (`size`):
 
-        unsharded          (n,) in param_dtype: whole parameters, which forward and backward use; or
-                           None
-        sharded            (S,) in the parameters' own dtype: the optimizer's shards are views of it
-        gradients          (n,) in reduce_dtype: this rank's gradients, or None
-        sharded_gradients  (S,) as sharded: the means; the shards' `.grad` are views of it
+        unsharded          (n,) whole parameters, which forward and backward use; or None
+        sharded            (S,) this rank's chunk of them: the optimizer's shards are views of it
+        gradients          (n,) this rank's gradients, or None
+        sharded_gradients  (S,) the means of its chunk: the shards' `.grad` are views of it
 
     Whose memory is whose on rank 0 of two, where c0 and c1 are chunks of parameters, g0 and g1 of
     gradients:
@@ -100,20 +150,19 @@ class ShardedBucket(Bucket):
                                                 is reduced           is reduced
         sharded_gradients  a view of g0 there   [g0]                 [g0]
 
-    In another dtype or on another device (offload) a chunk has memory of its own in any stage. A
-    shard is this rank's part of one parameter, a view of `sharded`, and may be empty. The
-    optimizer gets it. Here all chunks are equal, and parameters are cut where a chunk ends:
+    A shard is this rank's part of one parameter, a view of `sharded`, and may be empty. Chunks are
+    equal, and parameters are cut where one ends:
 
         three ranks   a a a b|b c c c|c d d -      S = 4, and a gap of one at the end
+
+    dtypes: of sharded, of unsharded, of gradients: one unless an option says otherwise.
     """
 
-    def __init__(self, unit, parameters, sharding):
+    cuts = None  # where chunks 1 to W-1 begin; None: at equal distances. See `OwnedBucket`
+
+    def __init__(self, unit, parameters, dtypes, sharding):
         self.unit, self.rank, self.device = unit, sharding.rank, sharding.device
-        self.dtype = self.param_dtype = self.reduce_dtype = parameters[0].dtype
-        if self.dtype.is_floating_point:
-            self.param_dtype = sharding.param_dtype or self.dtype
-            self.reduce_dtype = sharding.reduce_dtype or self.dtype
-        dtypes = self.dtype, self.param_dtype, self.reduce_dtype
+        self.dtype, self.param_dtype, self.reduce_dtype = dtypes
         itemsize = min(dtype.itemsize for dtype in dtypes)  # so alignment holds in all of them
         super().__init__(parameters, sharding.names, ALIGN_BYTES // itemsize)
         self.n = max(1, self.n)  # some memory also for parameters without elements
@@ -124,21 +173,9 @@ class ShardedBucket(Bucket):
 
     # ---- which elements are this rank's
 
-    def lay_out(self, W, align):
-        """Make n a multiple of W * align -> [where chunk 0 begins, chunk 1, ..., and n]."""
-        size = round_up(math.ceil(self.n / W), align)
-        self.n = W * size
-        return range(0, self.n + 1, size)
-
     def own_chunk(self, buffer):
         """This rank's chunk of a (n,) buffer: a view, (S,)."""
         return buffer[self.first:self.end]
-
-    def lies_in(self, chunk, buffer):
-        """Whether chunk, (S,), is this rank's chunk of buffer, and not a copy."""
-        # _cdata tells one piece of memory from another. data_ptr() is 0 for all empty chunks.
-        memory = chunk.untyped_storage()._cdata
-        return buffer is not None and memory == buffer.untyped_storage()._cdata
 
     def shard_range(self, slot):
         """(first, end) of this rank's part of a parameter p, counted in elements within p, in order
@@ -158,46 +195,23 @@ class ShardedBucket(Bucket):
     def shard_view(self, slot, buffer):
         """This rank's part of a parameter, `shard_range`, as a view of buffer, this rank's chunk,
         (S,). Its shape is (n, 1, ..., 1), with as many dimensions as the parameter; (n,) if that
-        has none; n may be 0. (Then start may be negative, or above S: the slice is empty.)"""
+        has none; n may be 0."""
         first, end = self.shard_range(slot)
-        start = slot.start + first - self.first
+        if first == end:
+            part = buffer[:0]
+        else:
+            part = buffer[slot.start + first - self.first:slot.start + end - self.first]
         ones = [1] * (len(slot.shape) - 1)
-        return buffer[start:start + end - first].view(end - first, *ones)
-
-    # ---- over ranks
-
-    def gather(self, buffer, process_group, tag):
-        """Start to fill buffer, (n,), from the ranks that own its chunks: `all_gather`."""
-        return all_gather(buffer, process_group, tag)
-
-    def scatter(self, process_group, tag):
-        """Start to send each rank its chunk of gradients: `reduce_scatter`."""
-        return reduce_scatter(self.gradients, process_group, tag)
-
-    def place_in_backward(self, places):
-        """A backward starts at the end of the module, so it completes buckets in falling order of
-        (the place of its first parameter, 1). places: {parameter: its place in the module}. (An
-        `OwnedBucket` has 0 there, and comes after others with the same place.)"""
-        return min(places[slot.parameter] for slot in self.slots), 1
+        return part.view(end - first, *ones)
 
     # ---- parameters
 
-    def build_shards(self):
-        """Make the optimizer's parameters, views of `sharded`."""
-        for slot in self.slots:
-            p = slot.parameter
-            # .data, for a _version of its own: a gather writes to sharded, which is no update.
-            value = self.shard_view(slot, self.sharded).data
-            slot.shard = nn.Parameter(value, p.requires_grad)
-            vars(slot.shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
-
-    def part_of(self, slot, value):
-        """This rank's part of value, a whole parameter, in the shape of the shard."""
-        whole = torch.empty(self.n, dtype=value.dtype, device=self.sharded.device)
-        self.view(slot, whole).copy_(value)
-        return self.shard_view(slot, self.own_chunk(whole))
-
     @torch.inference_mode(False)  # what is made inside it could not be used outside
+    def new_memory(self):
+        """(n,), for whole parameters."""
+        return torch.empty(self.n, dtype=self.param_dtype, device=self.device)
+
+    @torch.inference_mode(False)
     def point_parameters(self):
         """Give the module's parameters their values: views of `unsharded`. If that is None, a nan
         that is expanded to p's shape and takes no memory. (Autograd asks for the shape, and whoever
@@ -215,319 +229,160 @@ class ShardedBucket(Bucket):
 
     # ---- gradients
 
-    def put(self, slot):
-        """Move the parameter's `.grad` into its place in `gradients`, by `place_of_gradient`, and
-        set it to None, so that its memory is freed. (The mean will have another place.) Allocate
-        `gradients`, (n,), if it is None. If the slot is in `unreduced`, no_sync() has left a sum
-        there, to which `.grad` is added. If there is no gradient at all, write zeros."""
+    def place_of_gradient(self, slot):
+        """As `Bucket`; allocate `gradients` if it is None."""
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
+        return super().place_of_gradient(slot)
+
+    def put(self, slot):
+        """Move the parameter's `.grad` into its place in `gradients`, and set it to None, so that
+        its memory is freed. (The mean will have another place.) If the slot is in `unreduced`,
+        no_sync() has left a sum there, to which `.grad` is added."""
         place = self.place_of_gradient(slot)
-        gradient = slot.parameter.grad
-        slot.parameter.grad = None
-        if gradient is None:
-            if slot not in self.unreduced:
-                place.zero_()
-            return
+        gradient, slot.parameter.grad = slot.parameter.grad, None
         if slot in self.unreduced:
             place.add_(gradient)
         else:
             place.copy_(gradient)
         self.unreduced.add(slot)
 
+    def free_gradients(self):
+        """Until `put` gets the next one."""
+        with torch.profiler.record_function(f"free: gradients of {self}"):
+            self.gradients = None
+
     def place_of_mean(self, slot):
         """The part of `sharded_gradients` that is a parameter's, shaped as its shard. `.data` as in
         `Bucket`."""
         return self.shard_view(slot, self.sharded_gradients).data
 
-    def is_home(self, slot):
-        """Whether the shard's `.grad` is its part of sharded_gradients. An empty shard's is."""
-        gradient, mean = slot.shard.grad, self.place_of_mean(slot)
-        if mean.numel() == 0:
-            return True  # the address of nothing is 0 everywhere, so it could not be compared
-        return gradient is not None and gradient.data_ptr() == mean.data_ptr()
+    # ---- construction and loading
 
-    def give_mean(self, slot):
-        """The mean of a gradient, or this rank's part of it, becomes `.grad` of the shard. If there
-        is a `.grad`, it stays the same object, as scripts keep lists of gradients."""
-        mean = self.place_of_mean(slot)
-        if slot.shard.grad is None:
-            slot.shard.grad = mean
-        elif not self.is_home(slot):
-            slot.shard.grad.data = mean.add_(slot.shard.grad)  # a loss over the shards has made it
+    def lay_out(self, W, align):
+        """Make n a multiple of W * align -> [where chunk 0 begins, chunk 1, ..., and n]."""
+        size = round_up(math.ceil(self.n / W), align)
+        self.n = W * size
+        return range(0, self.n + 1, size)
 
-    def accumulated(self):
-        """[what the shards' `.grad` hold from micro-steps before, (S,), with zeros where one is
-        None], or [] if all are None. And point each `.grad` to its place in sharded_gradients,
-        where the new sum will be written.
+    def build_shards(self):
+        """Make the optimizer's parameters, views of `sharded`."""
+        for slot in self.slots:
+            p = slot.parameter
+            # .data, for a _version of its own: a gather writes to sharded, which is no update.
+            value = self.shard_view(slot, self.sharded).data
+            slot.shard = nn.Parameter(value, p.requires_grad)
+            vars(slot.shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
+            self.unit.shards.add(slot.shard)
 
-        In stages 2 and 3 they are there already, and no memory is needed. They are copied in two
-        cases: a script has replaced some, or set some to None; and in stage 1, where
-        `_prepare_for_backward` has moved them.
-        """
-        held = [slot for slot in self.slots if slot.shard.grad is not None]
-        if not held:
-            return []
-        if all(self.is_home(slot) for slot in self.slots):
-            return [self.sharded_gradients]
-        together = torch.zeros_like(self.sharded)
-        for slot in held:
-            self.shard_view(slot, together).copy_(slot.shard.grad)
-            slot.shard.grad.data = self.place_of_mean(slot)
-        return [together]
+    def part_of(self, slot, value):
+        """This rank's part of value, a whole parameter, in the shape of the shard."""
+        whole = torch.empty(self.n, dtype=value.dtype, device=self.sharded.device)
+        self.view(slot, whole).copy_(value)
+        return self.shard_view(slot, self.own_chunk(whole))
 
 
 class Unit:
     """A part of the model whose parameters are unsharded together: a block, or, the root, the rest.
 
         submodules, parameters   what belongs to it; what is in two units belongs to the root
-        buckets                  of these parameters
+        buckets, shards          of these parameters
         tag                      of its all-gathers: if ranks gather units in another order, gloo
                                  does not swap them, and times out
-        is_unsharded             whether the whole parameters have the values of the shards, or will
-                                 have them when the all-gather under way ends. (In stages 1 and 2
-                                 there always are whole ones, but after a step their values are old)
-        pending_gathers          functions that wait for that all-gather
-        version                  `current_version()` when it was last unsharded; -1: no longer known
+        is_current               whether the whole parameters have the values of the shards, or will
+                                 have them when the all-gather under way ends. In stages 1 and 2
+                                 they are there anyway, but old after a step. In stage 3 they are
+                                 there if and only if they are current
+        gathers                  these all-gathers, one for each bucket, until they were waited for
+        n_updates                how often the shards have got new values
     """
 
-    def __init__(self, name, module, tag, is_root=False):
-        self.name, self.module, self.tag, self.is_root = name, module, tag, is_root
+    def __init__(self, name, module, tag):
+        self.name, self.module, self.tag = name, module, tag
         self.submodules, self.parameters = [], []
-        self.buckets, self.pending_gathers = [], []
-        self.is_unsharded = False
-        self.version = -1
+        self.buckets, self.shards = [], set()
+        self.is_current, self.gathers, self.n_updates = False, [], 0
 
     def __repr__(self):
         """For errors, profiles and debuggers."""
         n_bytes = sum(bucket.n * bucket.param_dtype.itemsize for bucket in self.buckets)
         return f"{self.name} ({1e-6 * n_bytes:.2f} MB)"
 
-    def current_version(self):
-        """A number that grows when the optimizer changes the shards."""
-        version = 0
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                version += slot.shard._version
-        return version
-
-
-def find_units(module: nn.Module) -> list[nn.Module]:
-    """The elements of the outermost ModuleLists of module, except lists of bare parameters, which
-    are read by the module around."""
-    if isinstance(module, nn.ModuleList):
-        bare = nn.ParameterList, nn.ParameterDict, type(None)
-        elements = module._modules.values()
-        return [element for element in elements if not isinstance(element, bare)]
-    units = []
-    for child in module._modules.values():
-        if child is not None:
-            units += find_units(child)
-    return units
-
-
-def unless_compiling(hook):
-    """A hook that leaves no trace in what torch.compile makes of the module around."""
-    def quiet_hook(*arguments):
-        if not torch.compiler.is_compiling():
-            return hook(*arguments)
-
-    return quiet_hook
-
-
-def copy_of(value):
-    """A copy of a tensor; anything else itself."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def cast_floats(inputs, dtype):
-    """Inputs of a forward with all floating-point tensors in dtype. Subclasses of dict, into which
-    `tree_map` does not look, are made anew from pairs, as torch's DDP does it."""
-    known = dict, collections.OrderedDict, collections.defaultdict
-
-    def is_subclass(value):
-        return isinstance(value, dict) and type(value) not in known
-
-    def cast(value):
-        if is_subclass(value):
-            return type(value)((key, cast_floats(value[key], dtype)) for key in value)
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
-
-    return tree_map(cast, inputs, is_leaf=is_subclass)
-
 
 # -------------------------------------------------------------------------------------------------
-# stage 1
-#
-# A summary, to come back to: the first two lines say what a stage keeps, the others what it does at
-# each step. A dot: as the stage before; "...": that, too. (R): what `Reducer` does, and this.
-#
-#                          PlainZero1                        PlainZero2       PlainZero3
-#   _keep_parameters       all; the own chunk lies in them   .                only the own chunk
-#   _keep_gradients        all; the own means lie in them    only own means   .
-#
-#   _begin_forward         start to unshard all units        .                reshard all; the order
-#                                                                             is that of the units
-#   _use                   make the root and the unit whole  .                ... and take notes of
-#                                                                             weights
-#   _unshard               start the all-gather              .                ... in new memory,
-#                                                                             after freeing a unit
-#   _unshard_and_wait      ... and wait for it               .                ... begin all up to it
-#                                                                             before, one more after
-#   _post_forward          the outermost ends the forward    .                ... and unshard the
-#                                                                             unit around again
-#   _end_forward           wait for units that were skipped  .                ... finish the order
-#   _prepare_for_backward  (R) means in the way are moved    .                ... plan the way back,
-#                                                                             unshard the root
-#   _is_ready              a bucket has its gradients        .                ... and the next unit
-#                                                                             is on its way
-#   _reduce                reduce-scatter a bucket           .                .
-#   _finalize_backward     (R) note whether a step may       .                ... finish the order,
-#                          follow                                             reshard all
+# how a stage is built, to be passed by
 
 
-class PlainZero1(Reducer):
-    """P_os: each rank keeps optimizer state for 1/W of the parameters, and updates only these.
+class Stage(Reducer):
+    """A module in units, whose parameters are in buckets, of which the optimizer gets shards.
 
-    A backward reduces each bucket to the owners of its chunks, the optimizer updates the shards,
-    and the next forward gathers what they have become, each unit waiting for its own part.
-
-    process_group: the ranks that train together; None for all.
-    units: modules whose parameters are unsharded together; None: the elements of the outermost
-    ModuleLists. What is in none of them, or in two, belongs to the root.
-    param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast.
-    The shards, and so the optimizer's state, keep the module's dtype.
-    reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
-    shard_size: hybrid sharding, as torch's HSDP. W in the table is shard_size: each group of so
-    many ranks has all shards, and gradients are reduced inside a group, then over groups.
-    offload: shards, and so the optimizer's state and its step, are on the CPU.
-    init_fn, device: how and where to fill what is on the meta device: see `fill_meta`.
-    uncut: parameters each of which one rank owns whole, as Muon needs it: see `OwnedBucket`.
-
-    A forward is a collective, also one that only evaluates. A rank may skip units, but calls the
-    others in the order in which all ranks do. Keep the wrapper: with it go its hooks, and without
-    them nothing is gathered. An optimizer's state_dict() is this rank's. docs/using.md says more.
-
-    Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
-    submodule, for an uncut parameter that is none of the module's, and for a shard_size that does
-    not divide the number of ranks.
+        _units, _root  the root is the first
+        _shards        {a shard}: of all parameters
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None,
-                 units: Iterable[nn.Module] | None = None, param_dtype: torch.dtype | None = None,
-                 reduce_dtype: torch.dtype | None = None, shard_size: int | None = None,
-                 offload: bool = False, init_fn: Callable[[nn.Module], object] | None = None,
-                 device: torch.device | str | None = None, uncut: Iterable[nn.Parameter] = ()):
-        self._uncut = set_of_parameters(module, uncut)
-        options = [f"{param_dtype=} {reduce_dtype=} {shard_size=}"]
-        for name, p in named_tensors(module, "parameters"):
-            if p in self._uncut:
-                options.append(f"uncut: {name}")
-        super().__init__(module, process_group, find_unused_parameters=True, options=options)
-        self.param_dtype = param_dtype
-        self._make_groups(shard_size)
-        self._device = self._choose_device(device)
-        self._offloads = offload and self._device.type != "cpu"
-        self._is_last_backward = True  # set_is_last_backward() changes it
-        self._gathers_all = True  # whether the next forward gathers all units: `_begin_forward`
-        self._in_forward = []  # (module, its unit) of forwards under way, the innermost last
+                 units: Iterable[nn.Module] | None = None):
+        super().__init__(module, process_group)
+        self._make_groups()
+        self._device = self._choose_device()
         # Of the 2**11 tags of this wrapper one for each kind of message, and one for each unit.
         self._reduce_tag = self._first_tag
         self._full_parameters_tag = self._first_tag + 1
-        self._build_units(find_units(module) if units is None else units)
-        self._build_buckets(reduce_dtype, init_fn)
-        self._track(*self._order_of_backward())
+        modules = find_units(module) if units is None else units
+        self._units = divide_into_units(self, modules, self._first_tag + 2)
+        self._root = self._units[0]
+        self._sharding = Sharding(first_names(self._named("parameters")), self.shard_size,
+                                  dist.get_rank(self.shard_group), self._device)
+        self._build_buckets()
+        broadcast([t for _, t in self._named("buffers")], self.process_group)
+        for bucket in self._all_buckets():
+            bucket.point_parameters()
+        self._track(*order_of_backward(self._units, self._sharding.names))
         self._shards = {slot.shard for slot in self._slots.values()}
         self._add_hooks()
 
-    # ---- construction
+    def _make_groups(self):  # a joint
+        """The ranks over which parameters are sharded."""
+        self.shard_group, self.shard_size = self.process_group, self.world_size
 
-    def _make_groups(self, shard_size):
-        """The ranks over which parameters are sharded; for hybrid sharding the ranks that have the
-        same shards as this one, too."""
-        self.shard_group, self._replicate_group = self.process_group, None
-        self.shard_size = self.world_size if shard_size is None else shard_size
-        if self.shard_size != self.world_size:
-            groups = HierarchicalState(self.shard_size, self.process_group)
-            self.shard_group, self._replicate_group = groups.intra_node, groups.inter_node
-
-    def _choose_device(self, device):
-        """The device of what is not on meta; if all is, the one that was given, or the best."""
+    def _choose_device(self):
+        """The device of all that is not on meta, or None."""
         places = {}
         for name, t in self._named("parameters") + self._named("buffers"):
             if not t.is_meta:
                 places[t.device] = name
         if len(places) > 1:
             self._refuse(f"needs all parameters and buffers on one device: {places}")
-        if places:
-            return next(iter(places))
-        if device is None:
-            accelerator = torch.accelerator.current_accelerator(check_available=True)
-            is_gloo = dist.get_backend(self.process_group) == "gloo"
-            device = "cpu" if is_gloo or accelerator is None else accelerator
-        return torch.empty(0, device=device).device  # with its index
-
-    def _build_units(self, modules):
-        """Divide submodules and parameters among the root and a unit for each of modules."""
-        names = first_names(named_modules(self.module))
-        modules = set(modules)
-        for m in modules:
-            if m not in names or m is self.module:
-                raise ValueError(f"{self._get_name()}: a unit is not a submodule of the module: "
-                                 f"units= has a {type(m).__name__}")
-        self._root = Unit("the root", self.module, self._full_parameters_tag + 1, is_root=True)
-        self._units = [self._root]
-        unit_of = {}  # {submodule, or parameter: its unit; the root, if it is in two}
-        for m in names:
-            if m in modules:
-                unit = Unit(names[m], m, self._root.tag + len(self._units))
-                self._units.append(unit)
-                parts = set()
-                for _, submodule in named_modules(m):
-                    parts.update([submodule, *submodule._parameters.values()])
-                for part in parts:
-                    unit_of[part] = self._root if part in unit_of else unit
-        for m in names:
-            unit = unit_of.get(m, self._root)
-            unit.submodules.append(m)
-            if unit is self._root:  # its parameters belong there, even if a unit shares them
-                for p in m._parameters.values():
-                    unit_of[p] = self._root
-        for p in first_names(self._named("parameters")):
-            unit_of[p].parameters.append(p)
+        return next(iter(places), None)
 
     @torch.no_grad()
-    def _build_buckets(self, reduce_dtype, init_fn):
-        """Divide the parameters of each unit among buckets, the last ones first. Fill what is on
-        the meta device, agree with rank 0, keep what the stage keeps, and free the rest. Unit by
-        unit, so that a rank has one unit more than it keeps. Until the end, a parameter on the meta
-        device has a stand-in, a real one with its values: see `fill_meta`."""
-        names = first_names(self._named("parameters"))
-        sharding = Sharding(names, self.shard_size, dist.get_rank(self.shard_group), self._device,
-                            self.param_dtype, reduce_dtype)
-        most_bytes = bucket_bytes(self.shard_size)
-        loads = {}  # of `owned_buckets`
-        stand_ins = {}
+    def _build_buckets(self):
+        """Divide the parameters of each unit among buckets, the last ones first. Give these rank
+        0's values, keep what the stage keeps, and free the rest: unit by unit, so that a rank has
+        one unit more than it keeps."""
         for unit in self._units:
-            stand_ins |= fill_meta(self.module, unit, self._device, init_fn)
-            cut = [p for p in reversed(unit.parameters) if p not in self._uncut]
-            for parameters in fill_buckets(cut, most_bytes, first_bytes=most_bytes):
-                unit.buckets.append(ShardedBucket(unit, parameters, sharding))
-            uncut = [p for p in reversed(unit.parameters) if p in self._uncut]
-            unit.buckets += owned_buckets(unit, uncut, sharding, loads)
+            unit.buckets = self._buckets_of(unit, unit.parameters[::-1])
             for bucket in unit.buckets:
-                self._take_values(bucket, stand_ins)
-        swap(stand_ins)
-        broadcast([t for _, t in self._named("buffers")], self.process_group)
-        for bucket in self._all_buckets():
-            bucket.point_parameters()
+                self._take_values(bucket)
 
-    def _take_values(self, bucket, stand_ins):
+    def _buckets_of(self, unit, parameters):  # a joint
+        most_bytes = bucket_bytes(self.shard_size)
+        buckets = []
+        for some in fill_buckets(parameters, most_bytes, first_bytes=most_bytes):
+            dtypes = self._dtypes_of(some[0].dtype)
+            buckets.append(ShardedBucket(unit, some, dtypes, self._sharding))
+        return buckets
+
+    def _dtypes_of(self, dtype):  # a joint
+        """(of shards, of whole parameters, of gradients) that have this dtype in the module."""
+        return dtype, dtype, dtype
+
+    def _take_values(self, bucket):
         """Give bucket and its shards rank 0's values; free the memory of its parameters."""
         values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
         for slot in bucket.slots:
-            real = stand_ins.get(slot.parameter, slot.parameter)
+            real = self._real(slot.parameter)
+            assert not real.is_meta, f"{slot.fqn} is on the meta device, and has no values"
             bucket.view(slot, values).copy_(real)
             real.data = values.new_empty(0)
             real.grad = None
@@ -536,214 +391,521 @@ class PlainZero1(Reducer):
         self._keep_parameters(bucket, values)
         bucket.build_shards()
 
+    def _real(self, p):  # a joint
+        """What has the values of p, a parameter of the module."""
+        return p
+
+    def _new_chunk(self, bucket):  # a joint
+        """(S,), memory for this rank's chunk alone."""
+        return torch.empty(bucket.size, dtype=bucket.dtype, device=self._device)
+
     def _all_buckets(self):
         """Also those of frozen parameters."""
         return [bucket for unit in self._units for bucket in unit.buckets]
 
-    def _order_of_backward(self):
-        """The buckets with trained parameters, in the order in which a backward, which starts at
-        the end, completes them; and the others."""
-        in_order = first_names(self._named("parameters"))
-        places = {p: place for place, p in enumerate(in_order)}
-        trained = []
-        frozen = []
-        for bucket in self._all_buckets():
-            buckets = trained if bucket.slots[0].parameter.requires_grad else frozen
-            buckets.append(bucket)
-        trained.sort(key=lambda bucket: bucket.place_in_backward(places), reverse=True)
-        return trained, frozen
+    # ---- what a script sees
 
-    def _keep_parameters(self, bucket, values):
-        """Set bucket.unsharded and bucket.sharded, by what the stage keeps of values, (n,), the
-        whole parameters in their own dtype. Here unsharded is all of them, in bucket.param_dtype,
-        and sharded is the own chunk of that. But if param_dtype is another, or with offload,
-        sharded is a copy of the own chunk of values, in memory of its own, by `_new_chunk`."""
-        own = bucket.own_chunk(values)
-        bucket.unsharded = values.to(bucket.param_dtype)
-        is_apart = self._offloads or bucket.unsharded is not values
-        bucket.sharded = self._new_chunk(bucket).copy_(own) if is_apart else own
+    def named_parameters(self, prefix: str = "", recurse: bool = True,
+                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """(original name, this rank's shard) of every parameter of the module, in its order."""
+        seen = set()
+        for name, p in self._named("parameters"):
+            is_wanted = recurse or "." not in name  # a dot: of a submodule
+            # One that was added after wrapping is left out here, and refused by the next forward.
+            if p in self._slots and is_wanted:
+                if p not in seen or not remove_duplicate:
+                    yield f"{prefix}.{name}" if prefix else name, self._slots[p].shard
+                seen.add(p)
 
-    def _new_chunk(self, bucket):
-        """(S,), on the device of the optimizer."""
-        return torch.empty(bucket.size, dtype=bucket.dtype, pin_memory=self._offloads,
-                           device="cpu" if self._offloads else self._device)
+    def _apply(self, *_, **__):
+        self._refuse("cast and move the module before wrapping it")
+
+    def __getstate__(self):
+        self._refuse("has one rank's shards, and is not copied or pickled: copy the module before "
+                     "wrapping it, and save full_state_dict()")
+
+
+# -------------------------------------------------------------------------------------------------
+# stage 1
+
+
+class PlainZero1(Stage):
+    """P_os: each rank keeps optimizer state for 1/W of the parameters, and updates only these.
+
+    A backward reduces each bucket to the owners of its chunks, the optimizer updates the shards,
+    and the next forward gathers what they have become, each unit waiting for its own part.
+
+    process_group: the ranks that train together; None for all.
+    units: modules whose parameters are unsharded together; None: the elements of the outermost
+    ModuleLists. What is in none of them, or in two, belongs to the root.
+
+    A forward is a collective, also one that only evaluates. An optimizer's state_dict() is this
+    rank's.
+
+    It asks of scripts what oracle.py asks. Ranks have equal modules, and call all units by
+    `model(x)`, in one order, none inside another. Gradients come of `backward()`, which brings one
+    of every trained parameter. After one outside of no_sync() they are used, and set to None. (In
+    stages 2 and 3 several may come before.) Those of no_sync() stay for the next one, whatever
+    zero_grad() does. Nothing but an optimizer's step() changes shards, and none comes between a
+    forward and its backward. After a backward that has raised the stage is not used any more.
+    `Zero1` does without that.
+    """
+
+    # ---- what calls the events of a forward, and a step; `Reducer` calls those of a backward
 
     def _add_hooks(self):
-        """On the modules themselves, so that `model.module(x)` works, and on all that have
-        parameters: a unit may be a mere container, and a script may call a part of the model. And
-        on all optimizers."""
-        before_step = self._hook_steps(register_optimizer_step_pre_hook, self._before_step)
-        self._remove_at_end(before_step)
+        """On the modules of the units, the root's too: so `model.module(x)` works as well."""
         for unit in self._units:
-            for m in unit.submodules:
-                if m is unit.module or m._parameters:
-                    # torch.compile: a unit's hooks run around its graph, so none are inside.
-                    decorate = torch.compiler.disable if m is unit.module else unless_compiling
-                    pre_forward = decorate(weakly(self._pre_forward, unit))
-                    post_forward = decorate(weakly(self._post_forward))
-                    pre_handle = m.register_forward_pre_hook(pre_forward, prepend=True,
-                                                             with_kwargs=True)
-                    post_handle = m.register_forward_hook(post_forward, always_call=True)
-                    self._remove_at_end(pre_handle)
-                    self._remove_at_end(post_handle)
+            # torch.compile: a unit's hooks run around its graph.
+            self._hook_forward(unit, unit.module, torch.compiler.disable)
+        self._hook_steps(register_optimizer_step_post_hook, self._after_step)
+
+    def _hook_forward(self, unit, module, decorate):
+        """Around each forward of module, also one that raises."""
+        before, after = weakly(self._pre_forward, unit), weakly(self._post_forward, unit)
+        self._add_hook(module.register_forward_pre_hook, decorate(before), prepend=True,
+                       with_kwargs=True)
+        self._add_hook(module.register_forward_hook, decorate(after), always_call=True)
+
+    def _pre_forward(self, unit, module, *_):
+        """Before a unit's forward. In a backward it is computed once more, for a checkpoint."""
+        if in_backward():
+            self._notice_backward()
+        elif module is self.module:
+            self._begin_forward(self._units)
+        self._use(unit)
+
+    def _post_forward(self, unit, module, *_):
+        if module is self.module and not in_backward():
+            self._end_forward()
+
+    # ---- what a rank keeps
+
+    def _keep_parameters(self, bucket, values):
+        """values: (n,), the whole parameters. A step changes sharded, and so this rank's chunk of
+        what the module computes with."""
+        bucket.unsharded = values
+        bucket.sharded = bucket.own_chunk(values)
+
+    def _place_means(self, bucket):
+        """Whole gradients are kept, so the means of the own chunk are a part of them."""
+        bucket.sharded_gradients = bucket.own_chunk(bucket.gradients)
 
     # ---- forward: gather what the optimizer has changed
 
-    def forward(self, *inputs, **kwargs):
-        if not in_backward():
-            self._in_forward.clear()  # left by a forward that Ctrl-C has ended
-        return self.module(*inputs, **kwargs)
+    def _begin_forward(self, units):
+        """A forward begins, through these units: start to gather all. Each has its memory."""
+        for unit in units:
+            self._unshard(unit)
 
-    def _pre_forward(self, unit, module, inputs, kwargs):
-        """Forward pre-hook of unit's module and of its submodules that have parameters. A forward
-        that recomputes a checkpoint comes here too, and is a sign of a backward."""
-        self._in_forward.append((module, unit))
-        if in_backward():
-            self._notice_backward()
-        elif len(self._in_forward) == 1:
-            self._prepare_forward()
-            self._begin_forward(module)
-        self._use(unit)
-        if self.param_dtype is not None and module is unit.module:
-            return cast_floats((inputs, kwargs), self.param_dtype)
-
-    def _post_forward(self, module, inputs, output):
-        """Forward hook of the same, also after an exception in the forward."""
-        if not self._in_forward or self._in_forward[-1][0] is not module:
-            return  # a hook before ours has raised, so `_pre_forward` was not called
-        self._in_forward.pop()
-        if not self._in_forward and not in_backward():
-            self._end_forward()
-
-    def _begin_forward(self, module):
-        """Note which units have to be unsharded again, and start to unshard all of these; but none
-        yet if module, which the script calls, is only a part of the model.
-
-        In general all have to: is_unsharded becomes False. (Either a step has changed the shards,
-        or a script has, whose writes to `.data` leave no trace.) But after a backward that no step
-        follows (`_gathers_all` is False) only those have to whose version has changed: somebody has
-        stepped all the same, so that `_before_step` has set it to -1, or has written to shards in
-        place.
-
-        All ranks must decide alike, or some wait forever. So this does not look at `.grad`: a
-        backward that raised may have left one on one rank alone. And steps have a hook, since a
-        rank that owns nothing of what they change would see no version change. (What a script
-        writes in place, it has to write on all ranks.)
-        """
-        for unit in self._units:
-            if self._gathers_all or unit.version != unit.current_version():
-                unit.is_unsharded = False
-            if module is self.module:
-                self._unshard(unit)
-
-    def _unshard(self, unit):
-        """Start to gather unit's parameters from all ranks, unless that was done."""
-        if unit.is_unsharded:
-            return
-        unit.is_unsharded = True
-        unit.version = unit.current_version()
-        with torch.profiler.record_function(f"start: unshard {unit}"):
-            for bucket in unit.buckets:
-                if not bucket.lies_in(bucket.sharded, bucket.unsharded):
-                    # In bf16 this casts, before the gather, which then sends half the bytes.
-                    bucket.own_chunk(bucket.unsharded).copy_(bucket.sharded)
-                wait = bucket.gather(bucket.unsharded, self.shard_group, unit.tag)
-                unit.pending_gathers.append(wait)
-
-    def _wait_for_unshard(self, unit):
-        """Wait for the all-gather of unit, if one is under way: then its parameters have values."""
-        if not unit.pending_gathers:
-            return
-        while unit.pending_gathers:
-            self._wait_for(f"unshard {unit}", unit.pending_gathers.pop(0))
-        for bucket in unit.buckets:
-            bucket.point_parameters()  # in stages 1 and 2, too: a script may have set p.data
-
-    def _unshard_and_wait(self, unit):
+    def _use(self, unit):
+        """From here on unit's parameters have values."""
         self._unshard(unit)
         self._wait_for_unshard(unit)
 
-    def _use(self, unit):
-        """Make the root and unit whole."""
-        self._unshard_and_wait(self._root)
-        self._unshard_and_wait(unit)
-
     def _end_forward(self):
-        """A shard must not change while it is being sent: wait for that."""
-        for unit in self._units:  # also what was skipped
+        """A shard must not change while it is being sent: wait, if a unit was not used."""
+        for unit in self._units:
             self._wait_for_unshard(unit)
+
+    def _unshard(self, unit):
+        """Start to gather unit's parameters from all ranks, unless they are current."""
+        if unit.is_current:
+            return
+        self._place_own_chunks(unit)
+        unit.is_current = True
+        with torch.profiler.record_function(f"start: unshard {unit}"):
+            for bucket in unit.buckets:
+                gather = start_all_gather(bucket.unsharded, self.shard_group, unit.tag, bucket.cuts)
+                unit.gathers.append(gather)
+
+    def _place_own_chunks(self, unit):
+        """An all-gather sends this rank's chunk of the whole parameters. Here it has the shards'
+        values, since the shards are views of it."""
+
+    def _wait_for_unshard(self, unit):
+        """Wait for the all-gather of unit, if one is under way: then its parameters have values."""
+        if not unit.gathers:
+            return
+        while unit.gathers:
+            gather = unit.gathers.pop(0)
+            with self._waiting(f"unshard {unit}"):
+                gather.wait()
+        for bucket in unit.buckets:
+            bucket.point_parameters()  # in stages 1 and 2, too: a script may have set p.data
 
     # ---- backward: reduce gradients to the owners of the shards
 
     def _prepare_for_backward(self, task):
-        """As `Reducer`. Means of the last backward may lie in the buffers that this one fills: give
-        them other memory."""
         super()._prepare_for_backward(task)
-        for bucket in self._buckets:
-            means = bucket.sharded_gradients
-            if means is not None and bucket.lies_in(means, bucket.gradients):
-                for slot in bucket.slots:
-                    if slot.shard.grad is not None:
-                        slot.shard.grad.data = slot.shard.grad.data.clone()
+        self._check_means()
 
-    def _reduce(self, bucket):
-        """Reduce bucket's gradients to the owners of the chunks: this rank's means come into
-        bucket.sharded_gradients. A reduction, as `all_reduce`. It yields once, so one bucket at a
-        time is under way, which bounds memory.
+    def _check_means(self):
+        """This backward will put its gradients where the means of the one before are."""
+        for slot in self._trained:
+            gradient = slot.shard.grad
+            assert gradient is None or not gradient.any(), (
+                f"call zero_grad() before a backward: the mean of {slot.fqn} would be lost")
 
-        1. The first time, make bucket.sharded_gradients: `_keep_gradients`.
-        2. Start `bucket.scatter` over the shard group, with `_reduce_tag`. Yield.
-        3. sharded_gradients = `accumulated()`, on the device of the gradients, plus all ranks'
-           chunks in rank order.
-        4. Free the gradients, unless sharded_gradients lies in them.
-
-        With hybrid sharding, in 3 the own chunk is summed over this group, in place. Then it is
-        summed over groups, with one more yield, so two buckets are under way. That sum is added to
-        what is accumulated. (It needs no tag: nothing else is sent in the group of these ranks.)
-        """
+    def _start_reduction(self, bucket):
+        """Start to send each rank its chunk of bucket's gradients."""
         if bucket.sharded_gradients is None:
-            self._keep_gradients(bucket)
-        add = bucket.scatter(self.shard_group, self._reduce_tag)
-        yield
-        if self._replicate_group is None:
-            add(bucket.sharded_gradients, self._earlier(bucket))
-        else:
-            own = bucket.own_chunk(bucket.gradients)
-            add(own)
-            sum_over_groups = all_reduce(own, self._replicate_group)
-            next(sum_over_groups)
-            yield
-            for _ in sum_over_groups:
-                pass
-            add_in_rank_order([*self._earlier(bucket), own], bucket.sharded_gradients)
-        if not bucket.lies_in(bucket.sharded_gradients, bucket.gradients):
-            with torch.profiler.record_function(f"free: gradients of {bucket}"):
-                bucket.gradients = None  # until `put` gets the next one
+            self._place_means(bucket)
+        bucket.reduction = start_reduce_scatter(bucket.gradients, self.shard_group,
+                                                self._reduce_tag, bucket.cuts)
+
+    def _finish_reduction(self, bucket):
+        """Add what has arrived: the means of the own chunk."""
+        bucket.reduction.add(bucket.sharded_gradients, self._earlier(bucket))
 
     def _earlier(self, bucket):
-        """On the device of the gradients: with offload the shards' are on the CPU."""
-        return [t.to(self._device) for t in bucket.accumulated()]
+        """[(S,), the means of the backwards before, in this step], with which the sum begins, or
+        []. Here there are none."""
+        return []
 
-    def _keep_gradients(self, bucket):
-        """Set bucket.sharded_gradients, (S,). Here whole gradients are kept, so the means of the
-        own chunk are a part of them. In another dtype or on another device they have memory of
-        their own, by `_new_chunk`, and `_reduce` frees the whole gradients."""
-        is_apart = self._offloads or bucket.reduce_dtype != bucket.dtype
-        own = bucket.own_chunk(bucket.gradients)
-        bucket.sharded_gradients = self._new_chunk(bucket) if is_apart else own
+    def _give_mean(self, slot):
+        slot.shard.grad = slot.bucket.place_of_mean(slot)
+
+    # ---- a step
+
+    def _after_step(self, optimizer, *_):
+        """Hook of all optimizers: a unit is old if a step has changed its shards."""
+        stepped = set()
+        for group in optimizer.param_groups:
+            stepped.update(group["params"])
+        for unit in self._units:
+            if not stepped.isdisjoint(unit.shards):
+                self._outdate(unit)
+
+    def _outdate(self, unit):
+        """unit's shards have new values. So the whole parameters are old, and the next forward
+        gathers them. What autograd has saved of them is old, too: by their version it sees that,
+        and a backward raises."""
+        unit.is_current = False
+        unit.n_updates += 1
+        torch.autograd.graph.increment_version(unit.parameters)
+
+
+# -------------------------------------------------------------------------------------------------
+# stage 2
+
+
+class PlainZero2(PlainZero1):
+    """P_os+g: each rank keeps also only its 1/W of the gradients. Every backward outside no_sync()
+    reduces them, and adds their mean to the shards' `.grad`, micro batch after micro batch, as one
+    process accumulates them."""
+
+    def _check_means(self):
+        """Means have memory of their own."""
+
+    def _place_means(self, bucket):
+        """So the whole gradients can be freed."""
+        bucket.sharded_gradients = self._new_chunk(bucket)
+
+    def _finish_reduction(self, bucket):
+        """As stage 1. Then free the gradients."""
+        super()._finish_reduction(bucket)
+        bucket.free_gradients()
+
+    def _earlier(self, bucket):
+        """They are still there; nothing is where zero_grad() has set `.grad` to None."""
+        if all(slot.shard.grad is None for slot in bucket.slots):
+            return []
+        for slot in bucket.slots:
+            if slot.shard.grad is None:
+                bucket.place_of_mean(slot).zero_()
+        return [bucket.sharded_gradients]
+
+
+# -------------------------------------------------------------------------------------------------
+# stage 3
+#
+# Which of four blocks are whole while a block computes: # has its values, + is being gathered, for
+# the next one. The root is whole from the forward to the end of the backward.
+#
+#                  forward of          backward of
+#                   0  1  2  3          3  2  1  0
+#   block 0         #  .  .  .          .  .  +  #    Before its forward block 1 waits for the rest
+#   block 1         +  #  .  .          .  +  #  #    of its all-gather. Then that of block 2 is
+#   block 2         .  +  #  #          #  #  .  .    started, for which block 0 is freed. The last
+#   block 3         .  .  +  #          #  #  .  .    two stay: the backward begins with them.
+#
+#   _started_last   1  2  3  3          2  1  0  0
+#   _to_start       2  3                1  0
+#                   3                   0
+
+
+class PlainZero3(PlainZero2):
+    """P_os+g+p: each rank keeps also only its 1/W of the parameters.
+
+    Beside the root, which stays, two units are whole: the one in use and the next one on the way,
+    which leads through the units in the forward, and back in the backward. For a third one the rest
+    is freed. What autograd would save of a whole unit becomes a note, by which the backward
+    unshards it again.
+
+    A backward is a collective too, also under no_sync(), as it gathers. Under autocast autograd
+    saves 16-bit copies of all weights: use param_dtype instead.
+
+        _started_last      the last unit on the way that was started: it is gathered, or current
+        _to_start          the units that come after it on the way
+        _bucket_at_memory  {memory, by its `_cdata`: the bucket whose whole parameters are there}
+    """
+
+    def __init__(self, *arguments, **options):
+        self._started_last, self._to_start = None, []
+        self._bucket_at_memory = {}
+        super().__init__(*arguments, **options)
+
+    def _keep_parameters(self, bucket, values):
+        """Keep only the own chunk, in memory of its own."""
+        bucket.sharded = self._new_chunk(bucket).copy_(bucket.own_chunk(values))
+
+    # ---- four events: the way out begins, a unit is used, the way back begins, it is over
+
+    def _begin_forward(self, units):
+        """The root is used first."""
+        self._started_last, self._to_start = self._root, list(units[1:])
+
+    def _use(self, unit):
+        """Before unit's forward, and when the backward asks for one of its weights: as stage 1.
+        Then start the next one on the way, unless that was done."""
+        super()._use(unit)
+        if unit is self._started_last and self._to_start:
+            self._start_next()
+
+    def _prepare_for_backward(self, task):
+        """The root is used first here, too, and stays whole to the end."""
+        super()._prepare_for_backward(task)
+        self._started_last, self._to_start = self._root, [*reversed(self._units[1:])]
+        self._use(self._root)
 
     def _finalize_backward(self):
-        """As `Reducer`, and note whether a step may follow."""
+        super()._finalize_backward()
+        self._reshard_all()
+
+    def _end_forward(self):
+        """After one that only evaluates no backward comes, which would need what is whole now."""
+        super()._end_forward()
+        if not torch.is_grad_enabled():
+            self._reshard_all()
+
+    # ---- memory comes and goes
+
+    def _start_next(self):
+        following = self._to_start[0]
+        self._unshard(following)  # for which the one that was started last is not freed: it is used
+        self._started_last = following
+        self._to_start.pop(0)
+
+    def _place_own_chunks(self, unit):
+        """In new memory. First free all but the root and the unit that was started last."""
+        for other in self._units:
+            is_kept = other is self._root or other is self._started_last
+            if other.is_current and not is_kept:
+                self._reshard(other)
+        # Before any bucket gets one: running out of memory leaves none half changed.
+        buffers = [bucket.new_memory() for bucket in unit.buckets]
+        for bucket, buffer in zip(unit.buckets, buffers):
+            bucket.own_chunk(buffer).copy_(bucket.sharded)
+            bucket.unsharded = buffer
+            self._bucket_at_memory[buffer.untyped_storage()._cdata] = bucket
+
+    def _reshard_all(self):
+        for unit in self._units:
+            self._reshard(unit)
+
+    def _reshard(self, unit):
+        """Free unit's whole parameters. (Perhaps nobody has waited for their all-gather: a backward
+        does not ask for the weight of a first block, if its input needs no gradient.)"""
+        if not unit.is_current:
+            return
+        self._wait_for_unshard(unit)
+        unit.is_current = False
+        with torch.profiler.record_function(f"free: {unit}"):
+            for bucket in unit.buckets:
+                del self._bucket_at_memory[bucket.unsharded.untyped_storage()._cdata]
+                bucket.unsharded = None
+                bucket.point_parameters()
+
+    def _outdate(self, unit):
+        self._reshard(unit)
+        super()._outdate(unit)
+
+    # ---- notes
+    #
+    # Autograd saves a weight for the backward, and so would keep a whole unit alive. A pair of
+    # functions can stand between: `_pack` is given what autograd saves, and returns what is kept in
+    # its place, a note, as oracle.py's recipe: a function that returns the tensor. In the backward
+    # `call_note` is given that. Of notes autograd cannot tell whether they are old: they can.
+
+    def forward(self, *inputs, **kwargs):
+        with self._take_notes():
+            return super().forward(*inputs, **kwargs)
+
+    def _take_notes(self):
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, call_note)
+
+    def _pack(self, t):
+        """t, a tensor that autograd saves -> a note. For a view of the memory of a whole unit:
+        `_view_again`, by bucket and layout."""
+        bucket = self._bucket_of(t)
+        if bucket is None:
+            # Detached: t may be the output of the node that saves it, and would keep itself alive.
+            return functools.partial(self._same, t.detach(), t._version)
+        is_plain = t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg()
+        assert is_plain, f"autograd saves a view of {bucket} as other numbers"
+        layout = t.shape, t.stride(), t.storage_offset()
+        return functools.partial(self._view_again, bucket, layout, bucket.unit.n_updates)
+
+    def _bucket_of(self, t):
+        """The bucket in whose whole parameters t lies, or None."""
+        if t.layout is not torch.strided:
+            return None  # sparse: it has no memory of its own
+        return self._bucket_at_memory.get(t.untyped_storage()._cdata)
+
+    def _same(self, t, version):
+        if t._version != version:
+            self._refuse(f"a backward needs a tensor of shape {tuple(t.shape)} as in its forward, "
+                         f"but since then that was modified in place, as by step()")
+        return t
+
+    def _view_again(self, bucket, layout, n_updates):
+        """In the backward, of which this may be the first sign."""
+        self._notice_backward()
+        self._use(bucket.unit)
+        if bucket.unit.n_updates != n_updates:
+            self._refuse(f"a backward needs weights of {bucket.unit.name} as in its forward, but "
+                         f"since then that was modified in place, as by step()")
+        return bucket.unsharded.as_strided(*layout)
+
+
+def call_note(note):
+    return note()
+
+
+# -------------------------------------------------------------------------------------------------
+# ranks and scripts that differ
+#
+# From here on nothing is about the idea. A layer does something before or after what a stage does,
+# and calls that by super().
+
+
+class UnevenForwards(UnevenRanks):
+    """Before a stage: a rank may skip units, or call a part of the model; gradients may be
+    replaced, missing or not zeroed; a script may change shards without an optimizer.
+
+    So hooks are on all modules with parameters, and a forward begins with the first of them.
+
+        _in_forward   [(module, its unit)] of forwards under way, the innermost last
+        _gathers_all  whether the next forward gathers all units: `_begin_forward`
+    """
+
+    _is_last_backward = True  # set_is_last_backward() changes it
+    _gathers_all = True
+
+    def _add_hooks(self):
+        """Also on submodules that have parameters: a unit may be a mere container."""
+        self._in_forward = []
+        super()._add_hooks()
+        for unit in self._units:
+            for m in unit.submodules:
+                if m is not unit.module and m._parameters:
+                    self._hook_forward(unit, m, unless_compiling)
+
+    # ---- forward
+
+    def forward(self, *inputs, **kwargs):
+        if not in_backward():
+            self._in_forward.clear()  # left by a forward that Ctrl-C has ended
+        return super().forward(*inputs, **kwargs)
+
+    def _pre_forward(self, unit, module, inputs, kwargs):
+        """The first one begins a forward. If a script calls a part of the model, nobody knows which
+        units that will use."""
+        self._in_forward.append((module, unit))
+        if len(self._in_forward) == 1 and not in_backward():
+            self._prepare_forward()
+            if module is not self.module:
+                self._begin_forward([])
+                self._use(self._root)
+        super()._pre_forward(unit, module)
+
+    def _post_forward(self, unit, module, *_):
+        if not self._in_forward or self._in_forward[-1][0] is not module:
+            return  # a hook before ours has raised, so `_pre_forward` was not called
+        self._in_forward.pop()
+        super()._post_forward(unit, module)
+        if not self._in_forward and module is not self.module and not in_backward():
+            self._end_forward()
+
+    def _begin_forward(self, units):
+        """Before, all units count as old: a script may have changed shards, whose writes to `.data`
+        leave no trace. But not after a backward that no step follows (`_gathers_all` is False).
+
+        All ranks must decide alike, or some wait forever. So this does not look at `.grad`: a
+        backward that raised may have left one on one rank alone."""
+        if self._gathers_all:
+            for unit in self._units:
+                unit.is_current = False
+        super()._begin_forward(units)
+
+    # ---- backward
+
+    def _check_means(self):
+        """In stage 1 means of the last backward lie where this one puts its gradients: give them
+        other memory. The stage finds no `.grad`: `_earlier` will take it into the sum."""
+        held = {}
+        for slot in self._trained:
+            if slot.shard.grad is not None:
+                held[slot] = slot.shard.grad
+                slot.shard.grad = None
+        super()._check_means()
+        for slot, gradient in held.items():
+            if is_in_memory_of(slot.bucket.sharded_gradients, slot.bucket.gradients):
+                gradient.data = gradient.data.clone()
+            slot.shard.grad = gradient
+
+    def _is_home(self, slot):
+        """Whether the shard's `.grad` is its part of sharded_gradients. An empty shard's is."""
+        gradient, mean = slot.shard.grad, slot.bucket.place_of_mean(slot)
+        if mean.numel() == 0:
+            return True  # the address of nothing is 0 everywhere, so it could not be compared
+        return gradient is not None and gradient.data_ptr() == mean.data_ptr()
+
+    def _give_mean(self, slot):
+        """If there is a `.grad`, it stays the same object, as scripts keep lists of gradients."""
+        if slot.shard.grad is None:
+            super()._give_mean(slot)
+        elif not self._is_home(slot):
+            # A loss over the shards has made it.
+            slot.shard.grad.data = slot.bucket.place_of_mean(slot).add_(slot.shard.grad)
+
+    def _earlier(self, bucket):
+        """Take the means of before from where they are: in stage 1 they were moved; and a script
+        may have replaced some `.grad`. Then [a copy of what they hold, with zeros where one is
+        None]. Each keeps its `.grad`, which will be the new sum."""
+        held = [slot for slot in bucket.slots if slot.shard.grad is not None]
+        are_at_home = not is_in_memory_of(bucket.sharded_gradients, bucket.gradients)
+        are_at_home = are_at_home and all(self._is_home(slot) for slot in held)
+        if not held or are_at_home:
+            return super()._earlier(bucket)
+        together = torch.zeros_like(bucket.sharded)
+        gradients = {slot: slot.shard.grad for slot in held}
+        for slot, gradient in gradients.items():
+            bucket.shard_view(slot, together).copy_(gradient)
+            slot.shard.grad = None
+        earlier = super()._earlier(bucket)  # []
+        for slot, gradient in gradients.items():
+            gradient.data = bucket.place_of_mean(slot)
+            slot.shard.grad = gradient
+        return [*earlier, together]
+
+    def _finalize_backward(self):
+        """Note whether a step may follow."""
         super()._finalize_backward()
         self._gathers_all = self.require_backward_grad_sync and self._is_last_backward
 
-    def _before_step(self, optimizer, arguments, options):
-        """Hook of all optimizers, before a step: what was gathered will be old, on all ranks."""
-        for group in optimizer.param_groups:
-            if self._shards.isdisjoint(group["params"]):
-                continue
-            for unit in self._units:
-                unit.version = -1
+    # ---- what a script calls
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether a step follows the next backwards; FSDP2's name. Unless told, it does.
@@ -766,19 +928,337 @@ class PlainZero1(Reducer):
         for bucket in self._all_buckets():
             bucket.unreduced.clear()
 
-    # ---- parameters and state, the same in every stage
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True,
-                         remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """(original name, this rank's shard) of every parameter of the module, in its order."""
-        seen = set()
-        for name, p in self._named("parameters"):
-            is_wanted = recurse or "." not in name  # a dot: of a submodule
-            # One that was added after wrapping is left out here, and refused by the next forward.
-            if p in self._slots and is_wanted:
-                if p not in seen or not remove_duplicate:
-                    yield f"{prefix}.{name}" if prefix else name, self._slots[p].shard
-                seen.add(p)
+# In stage 3 a rank that skips block 1 takes part in its collectives, in the order of the others:
+#
+#   backward of a rank that uses all   of a rank that skips block 1
+#     use 2, start 1, reduce 2           use 2, start 1, reduce 2
+#     use 1, start 0, reduce 1
+#     use 0, reduce 0                    start 0, reduce 1, use 0, reduce 0
+#
+# use: wait for its all-gather; start: start that; reduce: start its reduce-scatter. The rank on the
+# right has no gradients of 1 to wait for. Yet it may reduce 1 only after it has started 0: that is
+# when a weight of 0 is asked for, and `_use` sees that 0 is still to come.
+
+
+class UnevenOrder(UnevenForwards):
+    """Before stage 3: a rank may skip units. If any rank calls a unit twice, out of order, or in a
+    second forward before the backward, all ranks must call the same units. Outside of its unit's
+    forward a parameter may be nan; so may the root's outside of the model's.
+
+    What is freed when depends on the way alone, not on what a rank has used: so it is the same on
+    all ranks.
+
+        _note_contexts  of the forwards under way: in them autograd's saves become notes
+    """
+
+    def __init__(self, *arguments, **options):
+        self._note_contexts = []
+        super().__init__(*arguments, **options)
+
+    # ---- a rank goes all of the way, as the others do
+
+    def _begin_forward(self, units):
+        """Free what an earlier forward has left: if that raised, this may differ between ranks."""
+        for unit in self._units:
+            self._reshard(unit)
+        super()._begin_forward(units)
+
+    def _use(self, unit):
+        """Before, start all up to it, since other ranks may wait for them."""
+        while unit in self._to_start:
+            self._start_next()
+        super()._use(unit)
+
+    def _end_forward(self):
+        self._go_to_the_end()
+        super()._end_forward()
+
+    def _finalize_backward(self):
+        self._go_to_the_end()
+        super()._finalize_backward()
+
+    def _go_to_the_end(self):
+        """Start also what only other ranks use."""
+        while self._to_start:
+            self._start_next()
+
+    def _start_next(self):
+        """In a backward, launch the buckets that only waited for this."""
+        super()._start_next()
+        if in_backward():
+            self._launch_ready_buckets()
+
+    def _is_ready(self, bucket):
+        """And the unit after bucket's was started; or there is none, and bucket's own was.
+
+        Native collectives must come in one order on all ranks. A rank of which autograd asks a
+        weight of the unit starts the next one before it has the gradients. A rank that skips the
+        unit has no gradients to wait for, and would reduce first."""
+        if bucket.unit in self._to_start:
+            return False
+        if bucket.unit is self._started_last and self._to_start:
+            return False
+        return super()._is_ready(bucket)
+
+    def _reshard_all(self):
+        """Unless this backward ran inside a forward."""
+        if not self._in_forward:
+            super()._reshard_all()
+
+    # ---- notes are taken anew inside of each module: a checkpoint must not keep a weight
+
+    def _pre_forward(self, unit, module, inputs, kwargs):
+        self._note_contexts.append(self._take_notes())
+        self._note_contexts[-1].__enter__()
+        super()._pre_forward(unit, module, inputs, kwargs)
+
+    def _post_forward(self, unit, module, *_):
+        """The unit around may have been freed meanwhile: unshard it again."""
+        try:
+            super()._post_forward(unit, module)
+        finally:  # that may time out, while it waits for units that were skipped
+            while len(self._note_contexts) > len(self._in_forward):
+                self._note_contexts.pop().__exit__(None, None, None)
+        if self._in_forward:
+            _, unit_around = self._in_forward[-1]
+            self._use(unit_around)
+
+    def _take_notes(self):
+        """All that is no weight goes to the hooks around, such as those of a checkpoint."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # True: compiled or not
+        # In a forward inside one of ours the hooks on top are ours already: keep them.
+        is_ours = outer is not None and getattr(outer[0], "func", None) == self._pack_inside
+        if is_ours or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        notes = super()._take_notes()
+        notes.pack_hook = functools.partial(self._pack_inside, outer)
+        return notes
+
+    @torch.compiler.disable  # or it would be compiled for each tensor
+    def _pack_inside(self, outer, t):
+        """As `_pack`. But a tensor that is no plain view of a unit's memory, such as a complex one,
+        is cloned, as that memory will be freed. All that is no unit's goes to outer, the pair of
+        hooks around, if there is one."""
+        bucket = self._bucket_of(t)
+        if bucket is not None:
+            # Shape and strides do not tell whether t is seen as complex, or conjugated.
+            if t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
+                return self._pack(t)
+            t = t.detach().clone()
+        if outer is not None:
+            pack, unpack = outer
+            return functools.partial(unpack, pack(t))  # they have tests of their own
+        return self._pack(t)
+
+
+# -------------------------------------------------------------------------------------------------
+# options
+
+
+class Hybrid:
+    """Before a stage: shard_size, hybrid sharding, as torch's HSDP. Each group of so many ranks has
+    all shards, and gradients are reduced inside a group, then over groups."""
+
+    def _make_groups(self):
+        """And the ranks that have the same shards as this one."""
+        super()._make_groups()
+        self._replicate_group, self._summing = None, None
+        if self._asked_shard_size not in (None, self.world_size):
+            groups = HierarchicalState(self._asked_shard_size, self.process_group)
+            self.shard_group, self._replicate_group = groups.intra_node, groups.inter_node
+            self.shard_size = self._asked_shard_size
+
+    def _finish_reduction(self, bucket):
+        """The own chunk is summed over this group, in place. Then it is summed over groups, while
+        the next bucket is launched. With that sum the stage goes on. (It needs no tag: nothing else
+        is sent in the group of these ranks.)"""
+        if self._replicate_group is None:
+            super()._finish_reduction(bucket)
+            return
+        self._finish_sum()  # of the bucket before
+        bucket.reduction.add()
+        own = bucket.own_chunk(bucket.gradients)
+        bucket.reduction, self._summing = SumOverGroups(own, self._replicate_group), bucket
+
+    def _finish_sum(self):
+        bucket, self._summing = self._summing, None
+        if bucket is not None:
+            super()._finish_reduction(bucket)
+
+    def _wait_for_buckets(self):
+        super()._wait_for_buckets()
+        if self._summing is not None:
+            with self._waiting(f"reduce {self._summing}"):
+                self._finish_sum()
+
+
+class SumOverGroups:
+    """Of own, a group's sum: a reduction, as `start_reduce_scatter` returns."""
+
+    def __init__(self, own, process_group):
+        self.own, self.reduction = own, start_all_reduce(own, process_group)
+
+    def add(self, out, earlier):
+        self.reduction.add()
+        self.reduction.wait()
+        add_in_rank_order([*earlier, self.own], out)
+        self.own, self.reduction = None, None  # frees the gradients, whoever keeps this
+
+
+class OtherMemory:
+    """Before a stage: chunks that have another dtype than what the module computes with, or are on
+    another device, and so have memory of their own in any stage.
+
+    param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast.
+    reduce_dtype: of gradients on their way. offload: shards are on the CPU."""
+
+    def _dtypes_of(self, dtype):
+        dtypes = super()._dtypes_of(dtype)
+        if not dtype.is_floating_point:
+            return dtypes
+        return dtype, self.param_dtype or dtype, self.reduce_dtype or dtype
+
+    def _choose_device(self):
+        device = super()._choose_device()
+        self._offloads = self._asked_offload and device.type != "cpu"
+        return device
+
+    def _new_chunk(self, bucket):
+        if not self._offloads:
+            return super()._new_chunk(bucket)
+        return torch.empty(bucket.size, dtype=bucket.dtype, pin_memory=True, device="cpu")
+
+    def _keep_parameters(self, bucket, values):
+        super()._keep_parameters(bucket, values)
+        if bucket.unsharded is None:
+            return
+        bucket.unsharded = values.to(bucket.param_dtype)
+        if self._offloads or bucket.unsharded is not values:
+            bucket.sharded = self._new_chunk(bucket).copy_(bucket.own_chunk(values))
+
+    def _place_own_chunks(self, unit):
+        """In stages 1 and 2 that of what the module computes with is then a copy."""
+        for bucket in unit.buckets:
+            whole = bucket.unsharded
+            if whole is not None and not is_in_memory_of(bucket.sharded, whole):
+                bucket.own_chunk(whole).copy_(bucket.sharded)
+        super()._place_own_chunks(unit)
+
+    def _place_means(self, bucket):
+        super()._place_means(bucket)
+        if self._offloads or bucket.reduce_dtype != bucket.dtype:
+            bucket.sharded_gradients = self._new_chunk(bucket)
+
+    def _earlier(self, bucket):
+        """On the device of the gradients."""
+        return [t.to(self._device) for t in super()._earlier(bucket)]
+
+    def _finish_reduction(self, bucket):
+        """In stage 1, too, the gradients can be freed then."""
+        super()._finish_reduction(bucket)
+        if bucket.gradients is not None:
+            if not is_in_memory_of(bucket.sharded_gradients, bucket.gradients):
+                bucket.free_gradients()
+
+    def _pre_forward(self, unit, module, inputs, kwargs):
+        super()._pre_forward(unit, module, inputs, kwargs)
+        if self.param_dtype is not None and module is unit.module:
+            return cast_floats((inputs, kwargs), self.param_dtype)
+
+
+class Uncut:
+    """Before a stage: uncut, parameters each of which one rank owns whole: see `OwnedBucket`."""
+
+    def _build_buckets(self):
+        # {whether parameters are trained: [bytes that each rank owns so far]}. Apart, since a
+        # trained one takes more memory: gradients and the optimizer's state.
+        self._loads = {True: [0] * self.shard_size, False: [0] * self.shard_size}
+        super()._build_buckets()
+
+    def _buckets_of(self, unit, parameters):
+        """And one bucket for all uncut ones of a kind, whatever its size: the more there are in a
+        bucket, the more even its chunks."""
+        cut = [p for p in parameters if p not in self._uncut]
+        uncut = [p for p in parameters if p in self._uncut]
+        buckets = super()._buckets_of(unit, cut)
+        for some in fill_buckets(uncut, math.inf, math.inf):
+            owners = choose_owners(some, self._loads[some[0].requires_grad])
+            dtypes = self._dtypes_of(some[0].dtype)
+            buckets.append(OwnedBucket(owners, unit, some, dtypes, self._sharding))
+        return buckets
+
+    def _give_mean(self, slot):
+        """Where another rank owns the parameter, `.grad` is None, so that every optimizer leaves
+        the empty shard alone: some divide by its number of elements."""
+        super()._give_mean(slot)
+        if slot.parameter in self._uncut and slot.bucket.is_elsewhere(slot):
+            slot.shard.grad = None
+
+
+class MetaDevice:
+    """Before a stage: parameters on the meta device are filled unit by unit, where they are needed.
+    Until all are, such a one has a stand-in, a real one with its values: see `fill_meta`."""
+
+    def _choose_device(self):
+        """If all is on meta, the one that was given, or the best."""
+        device = super()._choose_device()
+        if device is None:
+            device = self._asked_device
+        if device is None:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            is_gloo = dist.get_backend(self.process_group) == "gloo"
+            device = "cpu" if is_gloo or accelerator is None else accelerator
+        return torch.empty(0, device=device).device  # with its index
+
+    def _build_buckets(self):
+        self._stand_ins = {}
+        super()._build_buckets()
+        swap(self._stand_ins)
+        self._stand_ins.clear()
+
+    def _buckets_of(self, unit, parameters):
+        self._stand_ins |= fill_meta(self.module, unit, self._device, self._init_fn)
+        return super()._buckets_of(unit, parameters)
+
+    def _real(self, p):
+        return self._stand_ins.get(p, super()._real(p))
+
+
+def is_in_memory_of(t, buffer):
+    """Whether t, which may be None, is a view of buffer, and not a copy."""
+    if t is None or buffer is None:
+        return False
+    # _cdata tells one piece of memory from another. data_ptr() is 0 for all empty tensors.
+    return t.untyped_storage()._cdata == buffer.untyped_storage()._cdata
+
+
+class ZeroOptions(Hybrid, OtherMemory, Uncut, MetaDevice):
+    """Before a stage: its options."""
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None,
+                 units: Iterable[nn.Module] | None = None, param_dtype: torch.dtype | None = None,
+                 reduce_dtype: torch.dtype | None = None, shard_size: int | None = None,
+                 offload: bool = False, init_fn: Callable[[nn.Module], object] | None = None,
+                 device: torch.device | str | None = None, uncut: Iterable[nn.Parameter] = ()):
+        self._uncut = set_of_parameters(module, uncut)
+        self._compared = [f"{param_dtype=} {reduce_dtype=} {shard_size=}"]
+        for name, p in named_tensors(module, "parameters"):
+            if p in self._uncut:
+                self._compared.append(f"uncut: {name}")
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self._asked_shard_size, self._asked_offload = shard_size, offload
+        self._init_fn, self._asked_device = init_fn, device
+        super().__init__(module, process_group, units)
+
+
+# -------------------------------------------------------------------------------------------------
+# saving and loading
+
+
+class StateDicts:
+    """Before a stage: whole parameters, and state dicts. It needs no other layer: a stage that is
+    plain but for this is `class Mine(StateDicts, PlainZero3)`."""
 
     def shard_starts(self) -> dict[str, int]:
         """{original name: where this rank's shard begins in the parameter, in elements in order of
@@ -799,8 +1279,10 @@ class PlainZero1(Reducer):
                 wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
                 whole = torch.empty(bucket.n, dtype=bucket.dtype, device=self._device)
                 bucket.own_chunk(whole).copy_(bucket.sharded)
-                wait = bucket.gather(whole, self.shard_group, self._full_parameters_tag)
-                self._wait_for("gather whole parameters, which all ranks have to do", wait)
+                gather = start_all_gather(whole, self.shard_group, self._full_parameters_tag,
+                                          bucket.cuts)
+                with self._waiting("gather whole parameters, which all ranks have to do"):
+                    gather.wait()
                 wholes[bucket] = whole
             yield slot.fqn, bucket.view(slot, wholes[bucket]).clone()
 
@@ -865,6 +1347,8 @@ class PlainZero1(Reducer):
                 rest[name] = given[name]
         if rest:
             nn.Module.load_state_dict(self.module, rest, strict=False)
+        for unit in self._units:
+            self._outdate(unit)
 
     def _refuse_misfit(self, given, ours):
         """Raise where two state dicts have other names, or parameters or buffers other shapes."""
@@ -878,284 +1362,109 @@ class PlainZero1(Reducer):
         if found:
             self._refuse(f"nothing was loaded; missing, left over or of another shape: {found}")
 
-    def _apply(self, *_, **__):
-        self._refuse("cast and move the module before wrapping it")
-
-    def __getstate__(self):
-        self._refuse("has one rank's shards, and is not copied or pickled: copy the module before "
-                     "wrapping it, and save full_state_dict()")
-
 
 # -------------------------------------------------------------------------------------------------
-# stage 2
+# what construction needs
 
 
-class PlainZero2(PlainZero1):
-    """P_os+g: each rank keeps also only its 1/W of the gradients. Every backward outside no_sync()
-    reduces them, and adds their mean to the shards' `.grad`, micro batch after micro batch, as one
-    process accumulates them."""
-
-    def _keep_gradients(self, bucket):
-        """Keep only the means of the own chunk, in memory of their own, by `_new_chunk`: then
-        `_reduce` frees the whole gradients, and `ShardedBucket.put` gets memory when the next one
-        arrives."""
-        bucket.sharded_gradients = self._new_chunk(bucket)
-
-
-# -------------------------------------------------------------------------------------------------
-# stage 3
-#
-# Which of four blocks are whole while a block computes: # has its values, + is being gathered, for
-# the next one. The root is whole from the forward to the end of the backward.
-#
-#             forward of          backward of
-#              0  1  2  3          3  2  1  0
-#   block 0    #  .  .  .          .  .  +  #     When block 1 begins its forward, it waits for the
-#   block 1    +  #  .  .          .  +  #  #     rest of its all-gather. Then that of block 2 is
-#   block 2    .  +  #  #          #  #  .  .     started, for which block 0 is freed.
-#   block 3    .  .  +  #          #  .  .  .
-#
-# A rank that skips block 1 takes part in its collectives, in the order of the others:
-#
-#   backward of a rank that uses all   of a rank that skips block 1
-#     use 2, start 1, reduce 2           use 2, start 1, reduce 2
-#     use 1, start 0, reduce 1
-#     use 0, reduce 0                    start 0, reduce 1, use 0, reduce 0
-#
-# use: wait for its all-gather; start: start that; reduce: start its reduce-scatter. The rank on the
-# right has no gradients of 1 to wait for. Yet it may reduce 1 only after it has started 0: that is
-# when a weight of 0 is asked for, and `_unshard_and_wait` sees that 0 has not begun.
+def find_units(module: nn.Module) -> list[nn.Module]:
+    """The elements of the outermost ModuleLists of module, except lists of bare parameters, which
+    are read by the module around."""
+    if isinstance(module, nn.ModuleList):
+        bare = nn.ParameterList, nn.ParameterDict, type(None)
+        elements = module._modules.values()
+        return [element for element in elements if not isinstance(element, bare)]
+    units = []
+    for child in module._modules.values():
+        if child is not None:
+            units += find_units(child)
+    return units
 
 
-class PlainZero3(PlainZero2):
-    """P_os+g+p: each rank keeps also only its 1/W of the parameters.
+def divide_into_units(stage, modules, first_tag):
+    """[Unit]: the root, and one for each of modules, in the order in which they are registered.
+    Each submodule and each parameter of stage's module belongs to one of them."""
+    names = first_names(named_modules(stage.module))
+    modules = set(modules)
+    for m in modules:
+        if m not in names or m is stage.module:
+            raise ValueError(f"{stage._get_name()}: a unit is not a submodule of the module: "
+                             f"units= has a {type(m).__name__}")
+    root = Unit("the root", stage.module, first_tag)
+    units = [root]
+    unit_of = {}  # {submodule, or parameter: its unit; the root, if it is in two}
+    for m in names:
+        if m in modules:
+            unit = Unit(names[m], m, first_tag + len(units))
+            units.append(unit)
+            parts = set()
+            for _, submodule in named_modules(m):
+                parts.update([submodule, *submodule._parameters.values()])
+            for part in parts:
+                unit_of[part] = root if part in unit_of else unit
+    for m in names:
+        unit = unit_of.get(m, root)
+        unit.submodules.append(m)
+        if unit is root:  # its parameters belong there, even if a unit shares them
+            for p in m._parameters.values():
+                unit_of[p] = root
+    for p in first_names(stage._named("parameters")):
+        unit_of[p].parameters.append(p)
+    return units
 
-    Units are unsharded in an order that all ranks have in common: a forward's leads through the
-    units, a backward's back. Beside the root, which stays, two units are whole at a time, the one
-    in use and the next one. When a third one is unsharded, the older of the two is freed. The end
-    of a backward or an evaluation frees all. What autograd would save of a whole unit becomes a
-    note, by which the backward unshards it again.
 
-    A backward is a collective too, also under no_sync(), as it gathers. If any rank calls a unit
-    twice, out of order, or in a second forward before the backward, all ranks must call the same
-    units. Outside of its unit's forward a parameter may be nan; so may the root's outside of the
-    model's. Under autocast autograd saves 16-bit copies of all weights: use param_dtype instead.
-
-        _order             units in the order in which all ranks unshard them, in this forward or
-                           backward
-        _n_begun           how many of these this rank has come to: begun, or found whole
-        _two_units         those that are whole beside the root, the newer one last
-        _note_contexts     of the forwards under way: in them autograd's saves become notes
-        _bucket_at_memory  {memory: the bucket whose whole parameters are there}
-    """
-
-    def _build_units(self, modules):
-        super()._build_units(modules)
-        self._order, self._n_begun = [], 0
-        self._two_units, self._note_contexts, self._bucket_at_memory = [], [], {}
-
-    def _keep_parameters(self, bucket, values):
-        """Keep only the own chunk, in memory of its own."""
-        bucket.sharded = self._new_chunk(bucket).copy_(bucket.own_chunk(values))
-
-    # ---- parameters come and go
-
-    def _unshard_and_wait(self, unit):
-        """Unshard unit and wait.
-
-        Before, begin all units up to it in the order, since other ranks may wait for them. After,
-        begin the next one, so that it is on its way while unit is in use, unless that has begun.
-        But only if unit is the newer one of the two. After calls out of order it may be the older
-        one: after 0, 1, 0 the two are [2, 0]. If 2 is called then, it would be freed for 3."""
-        n = self._order.index(unit) + 1 if unit in self._order else 0
-        self._begin_units(n)
-        super()._unshard_and_wait(unit)
-        is_kept = unit.is_root or unit is self._two_units[-1]
-        if self._n_begun == n and is_kept:
-            self._begin_units(n + 1)
-
-    def _begin_units(self, n):
-        """Begin to unshard the first n units of the order, as far as that was not done.
-
-        A unit may be whole already, and be the older one of the two: so is block 2 above when block
-        3 begins its backward. Then make it the newer one, as it is needed next: [2, 3] becomes
-        [3, 2]. All ranks do so, also one that skipped it, and so free the same unit next. In a
-        backward, launch the buckets that only waited for this: see `_is_ready`.
-        """
-        while self._n_begun < min(n, len(self._order)):
-            unit = self._order[self._n_begun]
-            self._n_begun += 1
-            self._unshard(unit)
-            if unit in self._two_units:
-                self._two_units.remove(unit)
-                self._two_units.append(unit)
-            if in_backward():
-                self._launch_ready_buckets()
-
-    @torch.inference_mode(False)  # what is made inside it could not be used outside
-    def _unshard(self, unit):
-        """As stage 1, in new memory, bucket.unsharded; unless unit is unsharded already.
-
-        Before, if two units are whole beside the root, free the older one; now unit is the newer
-        one. Allocate (n,) in param_dtype for all of unit's buckets before any gets one: running out
-        of memory must leave none of them half changed. Note in `_bucket_at_memory` whose memory it
-        is, by `untyped_storage()._cdata`."""
-        if unit.is_unsharded:
-            return
-        if not unit.is_root:
-            if len(self._two_units) == 2:
-                self._reshard(self._two_units.pop(0))
-            self._two_units.append(unit)
-        buffers = []
+def order_of_backward(units, parameters):
+    """(the buckets with trained parameters, in the order in which a backward, which starts at the
+    end of the module, completes them; the others). parameters: of the module, in its order."""
+    places = {p: place for place, p in enumerate(parameters)}
+    root = units[0]
+    trained = []  # [(what to sort by, bucket)]
+    frozen = []
+    for unit in units:
         for bucket in unit.buckets:
-            buffers.append(torch.empty(bucket.n, dtype=bucket.param_dtype, device=self._device))
-        for bucket, buffer in zip(unit.buckets, buffers):
-            bucket.unsharded = buffer
-            self._bucket_at_memory[buffer.untyped_storage()._cdata] = bucket
-        super()._unshard(unit)
-
-    def _reshard(self, unit):
-        """Free the memory of unit, if it is unsharded."""
-        if not unit.is_unsharded:
-            return
-        self._wait_for_unshard(unit)  # on a rank that skips unit nothing else waits for it
-        unit.is_unsharded = False
-        with torch.profiler.record_function(f"free: {unit}"):
-            for bucket in unit.buckets:
-                del self._bucket_at_memory[bucket.unsharded.untyped_storage()._cdata]
-                bucket.unsharded = None
-                bucket.point_parameters()
-
-    def _reshard_all(self):
-        for unit in self._units:
-            self._reshard(unit)
-        self._two_units.clear()
-
-    # ---- forward and backward, in order
-
-    def _begin_forward(self, module):
-        """Free all, since shards may have changed. The order is that of the units; it is empty if a
-        script calls a part of the model."""
-        self._reshard_all()
-        self._order = self._units if module is self.module else []
-        self._n_begun = 0
-
-    def _use(self, unit):
-        """As stage 1. From here to `_post_forward`, what autograd saves of whole units is a note.
-        """
-        self._note_contexts.append(self._take_notes())
-        self._note_contexts[-1].__enter__()
-        super()._use(unit)
-
-    def _post_forward(self, module, inputs, output):
-        """As stage 1. The unit around may have been freed meanwhile: unshard it again."""
-        try:
-            super()._post_forward(module, inputs, output)
-        finally:  # that may time out, while it waits for units that were skipped
-            while len(self._note_contexts) > len(self._in_forward):
-                self._note_contexts.pop().__exit__(None, None, None)
-        if self._in_forward:
-            _, unit_around = self._in_forward[-1]
-            self._unshard_and_wait(unit_around)
-
-    def _end_forward(self):
-        """Unshard also what only other ranks use. What is whole now stays for the backward."""
-        self._begin_units(len(self._order))
-        super()._end_forward()
-        if not torch.is_grad_enabled():
-            self._reshard_all()
-
-    def _prepare_for_backward(self, task):
-        """As stage 1. The order leads back through the units. The root is whole from here on."""
-        super()._prepare_for_backward(task)
-        self._order = [self._root, *reversed(self._units[1:])]
-        self._n_begun = 0
-        self._unshard_and_wait(self._root)
-
-    def _is_ready(self, bucket):
-        """As stage 1; and `_begin_units` has come to the unit after bucket's on the way back; or
-        bucket's is the last one.
-
-        Native collectives must come in one order on all ranks. A rank of which autograd asks a
-        weight of the unit begins to unshard the next one before it has the gradients. A rank that
-        skips the unit has no gradients to wait for, and would reduce first.
-        """
-        place = self._order.index(bucket.unit)
-        n_up_to_next = min(place + 2, len(self._order))  # length of the order up to the next unit
-        return super()._is_ready(bucket) and self._n_begun >= n_up_to_next
-
-    def _finalize_backward(self):
-        """Unshard also what only other ranks use. Then nothing is needed any more, unless this
-        backward ran inside a forward."""
-        self._begin_units(len(self._order))
-        super()._finalize_backward()
-        if not self._in_forward:
-            self._reshard_all()
-
-    # ---- notes: what a backward needs, it unshards
-    #
-    # Autograd saves a weight for the backward, and so would keep a whole unit alive. A pair of
-    # functions can stand between: `_pack` is given what autograd saves, and returns what is kept in
-    # its place, a note, as oracle.py's recipe: a function that returns the tensor. In the backward
-    # `call_note` is given that.
-
-    def _take_notes(self):
-        """A context in which autograd saves a note for a tensor of a whole unit. All else goes to
-        the hooks around, such as those of activation checkpointing."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # True: compiled or not
-        # In a forward inside one of ours the hooks on top are ours already: keep them.
-        is_ours = outer is not None and getattr(outer[0], "func", None) == self._pack
-        if is_ours or not torch.is_grad_enabled():
-            return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, outer),
-                                                        call_note)
-
-    @torch.compiler.disable  # or it would be compiled for each tensor
-    def _pack(self, outer, t):
-        """t, a tensor that autograd saves -> a note, a function that returns it.
-
-        If t is a plain view of the memory of a whole unit, of its dtype: `_view_again`, by bucket,
-        layout and the unit's version. A tensor there that is no plain view, such as a complex one,
-        is cloned, as that memory will be freed. All other tensors go to outer, the pair of hooks
-        around. If there is none: `saved`, with t.detach() and its version."""
-        memory = t.untyped_storage()._cdata if t.layout is torch.strided else None
-        bucket = self._bucket_at_memory.get(memory)
-        if bucket is not None:
-            # Shape and strides do not tell whether t is seen as complex, or conjugated.
-            if t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
-                layout = t.shape, t.stride(), t.storage_offset()
-                return functools.partial(self._view_again, bucket, layout, bucket.unit.version)
-            t = t.detach().clone()
-        if outer is not None:
-            pack, unpack = outer
-            return functools.partial(unpack, pack(t))  # they have tests of their own
-        # Detached: t may be the output of the node that saves it, and would keep itself alive.
-        return functools.partial(saved, t.detach(), t._version)
-
-    def _view_again(self, bucket, layout, version):
-        """In a backward, of which this may be the first sign: unshard the bucket's unit, wait, and
-        return the view of bucket.unsharded that has this layout. Raises RuntimeError where the
-        shards have another version than in the forward."""
-        self._notice_backward()
-        self._unshard_and_wait(bucket.unit)
-        refuse_modified(bucket.unit.current_version(), version, f"weights of {bucket.unit.name}")
-        return bucket.unsharded.as_strided(*layout)
+            first = min(places[slot.parameter] for slot in bucket.slots)
+            is_last = bucket.cuts is not None and unit is not root
+            if is_last:
+                # In a block uncut matrices come after all its other buckets. Those have small
+                # parameters, such as norms, and a bucket waits for the one before it.
+                first = min(places[p] for p in unit.parameters)
+            if bucket.slots[0].parameter.requires_grad:
+                trained.append(((first, not is_last), bucket))
+            else:
+                frozen.append(bucket)
+    trained.sort(key=lambda pair: pair[0], reverse=True)
+    return [bucket for _, bucket in trained], frozen
 
 
-def call_note(note):
-    return note()
+def unless_compiling(hook):
+    """A hook that leaves no trace in what torch.compile makes of the module around."""
+    def quiet_hook(*arguments):
+        if not torch.compiler.is_compiling():
+            return hook(*arguments)
+
+    return quiet_hook
 
 
-def saved(t, version):
-    """t, unless it was written to since. Autograd's own test does not see t, only the note."""
-    refuse_modified(t._version, version, f"a tensor of shape {tuple(t.shape)}")
-    return t
+def copy_of(value):
+    """A copy of a tensor; anything else itself."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def refuse_modified(version_found, version, what):
-    if version_found != version:
-        raise RuntimeError(f"a backward needs {what} as in its forward, but since then that was "
-                           f"modified in place, as by step()")
+def cast_floats(inputs, dtype):
+    """Inputs of a forward with all floating-point tensors in dtype. Subclasses of dict, into which
+    `tree_map` does not look, are made anew from pairs, as torch's DDP does it."""
+    known = dict, collections.OrderedDict, collections.defaultdict
+
+    def is_subclass(value):
+        return isinstance(value, dict) and type(value) not in known
+
+    def cast(value):
+        if is_subclass(value):
+            return type(value)((key, cast_floats(value[key], dtype)) for key in value)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_float else value
+
+    return tree_map(cast, inputs, is_leaf=is_subclass)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1249,20 +1558,6 @@ def choose_owners(parameters, loads):
     return owners
 
 
-def owned_buckets(unit, parameters, sharding, loads):
-    """[one bucket for all uncut parameters of a unit and a kind, whatever its size]: the more there
-    are in a bucket, the more even its chunks.
-
-    loads: {whether parameters are trained: [bytes that each rank owns so far]}, which begins as {}.
-    Apart, since a trained one takes more memory: gradients and the optimizer's state."""
-    buckets = []
-    for some in fill_buckets(parameters, math.inf, math.inf):
-        of_this_kind = loads.setdefault(some[0].requires_grad, [0] * sharding.W)
-        owners = choose_owners(some, of_this_kind)
-        buckets.append(OwnedBucket(owners, unit, some, sharding))
-    return buckets
-
-
 class OwnedBucket(ShardedBucket):
     """A bucket of uncut parameters: chunks end between them.
 
@@ -1279,10 +1574,10 @@ class OwnedBucket(ShardedBucket):
     sends that W-1 times. docs/using.md has the numbers.
     """
 
-    def __init__(self, owners, unit, parameters, sharding):
+    def __init__(self, owners, unit, parameters, dtypes, sharding):
         self.owners = owners
         # Those of an owner lie together.
-        super().__init__(unit, sorted(parameters, key=owners.get), sharding)
+        super().__init__(unit, sorted(parameters, key=owners.get), dtypes, sharding)
 
     def lay_out(self, W, align):
         """Cut where the parameters of the next rank begin. One that owns none has an empty chunk.
@@ -1307,66 +1602,46 @@ class OwnedBucket(ShardedBucket):
             return part
         return part.as_strided(slot.shape, slot.strides)
 
-    def give_mean(self, slot):
-        """Where another rank owns the parameter, `.grad` is None, so that every optimizer leaves
-        the empty shard alone: some divide by its number of elements."""
-        if self.is_elsewhere(slot):
-            slot.shard.grad = None
-        else:
-            super().give_mean(slot)
-
-    def place_in_backward(self, places):
-        """In a block, after all its other buckets. Those hold small parameters, such as norms. A
-        bucket waits for the one before it, so they would otherwise wait for the matrices."""
-        if self.unit.is_root:
-            return super().place_in_backward(places)
-        return min(places[p] for p in self.unit.parameters), 0
-
-    def gather(self, buffer, process_group, tag):
-        return gather_chunks(buffer.tensor_split(self.cuts), process_group, tag)
-
-    def scatter(self, process_group, tag):
-        chunks = self.gradients.tensor_split(self.cuts)
-        return reduce_in_pieces(chunks, bucket_bytes(len(chunks)), process_group, tag)
-
-
-def reduce_in_pieces(chunks, most_bytes, process_group, tag=0):
-    """As `reduce_chunks`, but what arrives for a long chunk would take W-1 times its memory. So
-    chunks are sent in pieces, one after the other, so small that most_bytes arrive of one. While
-    add adds one piece, the next one arrives, so two take memory. Only the first is on its way
-    before add is called."""
-    longest = max(len(chunk) for chunk in chunks)
-    arriving_bytes = longest * chunks[0].itemsize * (len(chunks) - 1)
-    n_pieces = max(1, math.ceil(arriving_bytes / most_bytes))
-    size = math.ceil(longest / n_pieces)  # of a piece
-
-    def start_piece(first):
-        pieces = [chunk[first:first + size] for chunk in chunks]
-        return reduce_chunks(pieces, process_group, tag)
-
-    under_way = [start_piece(0)]
-
-    def add(out, earlier=()):
-        for first in range(0, longest, size):
-            if first + size < longest:
-                under_way.append(start_piece(first + size))
-            add_piece = under_way.pop(0)
-            add_piece(out[first:first + size], [t[first:first + size] for t in earlier])
-
-    return add
-
 
 # -------------------------------------------------------------------------------------------------
-# with guards; without ShardGuards all three are the plain ones
+# with all of that, and with guards
 
 
-class Zero1(ShardGuards, PlainZero1):
-    __doc__ = f"{PlainZero1.__doc__}\n    {ShardGuards.__doc__}"
+class Zero1(ShardGuards, ZeroOptions, UnevenForwards, StateDicts, PlainZero1):
+    """P_os: each rank keeps optimizer state for 1/W of the parameters, and updates only these.
+
+    A backward reduces each bucket to the owners of its chunks, the optimizer updates the shards,
+    and the next forward gathers what they have become, each unit waiting for its own part.
+
+    process_group: the ranks that train together; None for all.
+    units: modules whose parameters are unsharded together; None: the elements of the outermost
+    ModuleLists. What is in none of them, or in two, belongs to the root.
+    param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast.
+    The shards, and so the optimizer's state, keep the module's dtype.
+    reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
+    shard_size: hybrid sharding, as torch's HSDP. W in the table is shard_size: each group of so
+    many ranks has all shards, and gradients are reduced inside a group, then over groups.
+    offload: shards, and so the optimizer's state and its step, are on the CPU.
+    init_fn, device: how and where to fill what is on the meta device: see `fill_meta`.
+    uncut: parameters each of which one rank owns whole, as Muon needs it: see `OwnedBucket`.
+
+    A forward is a collective, also one that only evaluates. A rank may skip units, but calls the
+    others in the order in which all ranks do. Keep the wrapper: with it go its hooks, and without
+    them nothing is gathered. An optimizer's state_dict() is this rank's. docs/using.md says more.
+
+    Raises RuntimeError where ranks wrap different modules, ValueError for a unit that is no
+    submodule, for an uncut parameter that is none of the module's, and for a shard_size that does
+    not divide the number of ranks.
+    """
 
 
 class Zero2(Zero1, PlainZero2):
-    __doc__ = f"{PlainZero2.__doc__}\n    {ShardGuards.__doc__}"
+    __doc__ = PlainZero2.__doc__
 
 
-class Zero3(Zero2, PlainZero3):
-    __doc__ = f"{PlainZero3.__doc__}\n    {ShardGuards.__doc__}"
+class Zero3(Zero2, UnevenOrder, PlainZero3):
+    __doc__ = f"{PlainZero3.__doc__}\n    {UnevenOrder.__doc__}"
+
+
+for kind in (Zero1, Zero2, Zero3):
+    kind.__doc__ = f"{kind.__doc__}\n    {ShardGuards.__doc__}"

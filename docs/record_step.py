@@ -51,8 +51,10 @@ import ddp
 import zero
 from verify import gather, Groups
 
-MODES = {"ddp": ddp.PlainDDP, "zero1": zero.PlainZero1, "zero2": zero.PlainZero2,
-         "zero3": zero.PlainZero3}
+MODES = {"ddp": ddp.PlainDDP}
+for stage in (zero.PlainZero1, zero.PlainZero2, zero.PlainZero3):
+    name = stage.__name__.removeprefix("Plain").lower()
+    MODES[name] = type(stage.__name__, (zero.StateDicts, stage), {})  # for full_parameters()
 # Of the root and four blocks, when the step begins; three ranks take the first three of each. All
 # numbers of the step can be checked in one's head, and none is rounded.
 WEIGHTS = [[1, 2, 1, 3], [2, 1, 1, 1], [1, 1, 3, 1], [1, 2, 1, 1], [2, 1, 1, 1]]
@@ -194,7 +196,7 @@ class Recorder:
 
     def watched_exchange(self, exchange):
         def start(sends, receives, process_group, tag):
-            wait = exchange(sends, receives, process_group, tag)
+            messages_under_way = exchange(sends, receives, process_group, tag)
             # In a reduce-scatter each rank gets another chunk, in an all-gather the same one.
             is_reduce = sends[0].data_ptr() != sends[1].data_ptr()
             places = self.places()
@@ -210,12 +212,12 @@ class Recorder:
             end = self.start(messages, dict.fromkeys(received))
 
             def wait_and_note():
-                wait()
+                messages_under_way.wait()
                 if is_reduce:
                     self.kinds.update(dict.fromkeys(sent, "x"))
                 end()
 
-            return wait_and_note
+            return types.SimpleNamespace(wait=wait_and_note)
 
         return start
 
@@ -337,7 +339,7 @@ class Recorder:
         kind = self.kinds.get(address, "z") if row == "g" else "v"
         if row == "p" and isinstance(slot.bucket, zero.ShardedBucket):
             unit = slot.bucket.unit
-            if t is not slot.shard and unit.version != unit.current_version():
+            if t is not slot.shard and not unit.is_current:
                 kind = "x"
         if len({place for place, *_ in found}) == 2:
             kind = kind.upper()

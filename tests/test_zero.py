@@ -168,8 +168,8 @@ def test_uneven_chunks_arrive_in_pieces():
 
     with every_collective(note):
         chunks = flat.tensor_split(cuts)
-        finish = zero.reduce_in_pieces(chunks, most, None)
-        finish(chunks[rank])
+        reduction = ddp.ReduceInPieces(chunks, most, None)
+        reduction.add(chunks[rank])
     same_bits({"own chunk": expected}, {"own chunk": flat.tensor_split(cuts)[rank]})
     if rank == 0:
         pieces = math.ceil(4 * (n - 7) * (W - 1) / most)
@@ -334,9 +334,9 @@ def test_hybrid_sums_are_in_place(stage):
             if bucket.gradients is not None:
                 memories.append(bucket.gradients.untyped_storage()._cdata)
         places.append(flat.untyped_storage()._cdata in memories)
-        return ddp.all_reduce(flat, process_group)
+        return ddp.start_all_reduce(flat, process_group)
 
-    with mock.patch("zero.all_reduce", note):
+    with mock.patch("zero.start_all_reduce", note):
         _, loss = model(idx, idx)
         loss.backward()
     assert places and all(places), f"{places.count(False)} of {len(places)} sums are elsewhere"

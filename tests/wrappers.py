@@ -8,10 +8,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import verify
-from ddp import HierarchicalState, PlainDDP
+from ddp import DDP, HierarchicalState
+from guards import Guards
 from trainer.comm_hooks import hierarchical_hook, top_k_hook, TopKState
 from verify import adamw, BF16, our_ddp, STAGES, uncut
-from zero import PlainZero1, PlainZero2, PlainZero3
+from zero import Zero1, Zero2, Zero3
 
 
 def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, except on NCCL
@@ -43,11 +44,17 @@ def hooked(wrap, hook, module):
     return model
 
 
-# Named as those with guards: ranks send each other the name, and bytes are compared.
-plain_ddp = partial(type("DDP", (PlainDDP,), {}), find_unused_parameters=True)
+def without_guards(kind):
+    """A class of all that kind is made of, but of nothing of guards.py. It has the same name: ranks
+    send each other the name, and bytes are compared."""
+    parts = [part for part in kind.__mro__ if not issubclass(part, Guards)]
+    return type(kind.__name__, tuple(parts), {})
+
+
+plain_ddp = partial(without_guards(DDP), find_unused_parameters=True)
 PLAIN = {"ddp": plain_ddp, "ddp, 1 kB": partial(plain_ddp, bucket_cap_mb=0.001),
-         "zero1": type("Zero1", (PlainZero1,), {}), "zero2": type("Zero2", (PlainZero2,), {}),
-         "zero3": type("Zero3", (PlainZero3,), {})}
+         "zero1": without_guards(Zero1), "zero2": without_guards(Zero2),
+         "zero3": without_guards(Zero3)}
 WRAPPERS = dict(verify.WRAPPERS)
 for name, wrap in PLAIN.items():
     WRAPPERS[f"{name} without guards"] = wrap

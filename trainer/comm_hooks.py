@@ -13,7 +13,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from ddp import all_gather, all_reduce, reduce_scatter
+from ddp import start_all_gather, start_all_reduce, start_reduce_scatter
 
 
 def completed(value):
@@ -34,11 +34,12 @@ def hierarchical_hook(state, bucket):
     W = node_size * dist.get_world_size(state.inter_node)
     flat = bucket.buffer().mul_(1 / W)
     flat = torch.nn.functional.pad(flat, (0, -n % node_size))  # to equal chunks
-    reduce_scatter(flat, state.intra_node)()
+    start_reduce_scatter(flat, state.intra_node).add()
     own = flat.chunk(node_size)[dist.get_rank(state.intra_node)]
-    for _ in all_reduce(own, state.inter_node):
-        pass
-    all_gather(flat, state.intra_node)()
+    reduction = start_all_reduce(own, state.inter_node)
+    reduction.add()
+    reduction.wait()
+    start_all_gather(flat, state.intra_node).wait()
     return completed(flat[:n])
 
 
