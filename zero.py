@@ -603,8 +603,8 @@ class PlainZero2(PlainZero1):
         bucket.sharded_gradients = self._new_chunk(bucket)
 
     def _finish_reduction(self, bucket):
-        """As stage 1. Then free the gradients."""
-        super()._finish_reduction(bucket)
+        """As stage 1. Then the whole gradients are freed."""
+        bucket.reduction.add(bucket.sharded_gradients, self._earlier(bucket))
         bucket.free_gradients()
 
     def _earlier(self, bucket):

@@ -104,18 +104,29 @@ def addresses(t):
     return range(t.data_ptr(), t.data_ptr() + t.nbytes, t.itemsize)
 
 
+def is_collective(name):
+    """Whether a function's body is left out: it is read by its contract, the table in ddp.py."""
+    return name.startswith(("start_all_", "start_reduce_", "AllReduce.", "ReduceScatter."))
+
+
 def functions_under_way():
-    """Names of functions of ddp.py and zero.py on the stack, from the outermost in."""
+    """Names of functions of ddp.py and zero.py on the stack, from the one that a hook or autograd
+    has called, in, to the first collective."""
     names = []
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
         is_ours = code.co_filename in (ddp.__file__, zero.__file__)
-        is_shell = code.co_qualname.startswith(("weakly", "unless_compiling"))  # around a hook
-        if is_ours and not is_shell:
+        # Around a hook, a note, or the module.
+        shells = "weakly", "unless_compiling", "call_note", "Wrapper.forward", "PlainZero3.forward"
+        if is_ours and not code.co_qualname.startswith((*shells, "PlainDDP.forward")):
             names.append(code.co_qualname.replace(".<locals>", ""))
         frame = frame.f_back
-    return names[::-1]
+    names.reverse()
+    for i, name in enumerate(names):
+        if is_collective(name):
+            return names[:i + 1]
+    return names
 
 
 def parts_in_memory(slot, optimizer):
@@ -226,8 +237,6 @@ class Recorder:
         def start(t, *arguments, **options):
             found = dict(zip(addresses(t), t.tolist()))
             work = all_reduce(t, *arguments, **options)
-            if not t.is_floating_point():
-                return work  # counts of used parameters: "agree on use"
             self.kinds.update(dict.fromkeys(found, "s"))
             end = self.start(self.messages(1 - self.rank, t), found)
 

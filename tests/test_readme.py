@@ -217,9 +217,9 @@ def test_course_has_these_numbers(mode):
     """The course's step with numbers is what buffers hold, without the gaps that align them."""
     filled = []  # the gradients before they are sent
 
-    def note(reduce, bucket):
+    def note(start, bucket):
         filled.append(bucket.gradients.clone())
-        return reduce(bucket)
+        return start(bucket)
 
     def parameters():
         if mode == "ddp":
@@ -231,7 +231,7 @@ def test_course_has_these_numbers(mode):
     [bucket] = model._buckets
     optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
     assert_in_course("parameters", parameters())
-    with mock.patch.object(model, "_reduce", partial(note, model._reduce)):
+    with mock.patch.object(model, "_start_reduction", partial(note, model._start_reduction)):
         model(2 + 4 * dist.get_rank()).backward()
     assert_in_course("gradients", filled[0])
     is_whole = mode in ("ddp", "zero1")
