@@ -472,10 +472,10 @@ class PlainDDP(Reducer):
     A `.grad` lies in a bucket, and so do views of it, such as `.flatten()`: clone what has to
     outlive the next backward.
 
-    It asks of scripts what oracle.py asks. Ranks have equal modules, of whose buffers each has its
-    own. Gradients come of `backward()`, which brings one of every trained parameter. After one
-    outside of no_sync() they are used, and zeroed. One wrapper is used, by `model(x)`, and no more
-    after a backward that has raised. `DDP` does without that.
+    What it asks for: ranks have equal modules, of whose buffers each has its own. Gradients come of
+    `backward()`, which brings one of every trained parameter. After one outside of no_sync() they
+    are used, and zeroed. One wrapper is used, by `model(x)`, and no more after a backward that has
+    raised. `DDP` does without that.
     """
 
     def forward(self, *inputs, **kwargs):

@@ -40,8 +40,8 @@ two units; under no_sync() whole gradients.
 oracle.py has the three stages by hand. Here is the same, only earlier, in this order: two tables of
 a step; buckets and units; `Stage`, how a stage is built, to be passed by; the stages as the paper
 has them: `PlainZero1`, which can be read by itself, what `PlainZero2` does otherwise, and what
-`PlainZero3` adds. That is the idea. It asks of scripts and ranks what oracle.py asks: docstrings
-say what. The rest is one class for each thing that it does not ask for any more, or adds:
+`PlainZero3` adds. That is the idea. It asks something of scripts and ranks: docstrings say what.
+The rest is one class for each thing that it does not ask for any more, or adds:
 
     UnevenForwards  a script calls a part of the model; gradients are missing, replaced or not
                     zeroed; shards are changed by hand
@@ -442,13 +442,12 @@ class PlainZero1(Stage):
     A forward is a collective, also one that only evaluates. An optimizer's state_dict() is this
     rank's.
 
-    It asks of scripts what oracle.py asks. Ranks have equal modules, and call all units by
-    `model(x)`, in one order, none inside another. Gradients come of `backward()`, which brings one
-    of every trained parameter. After one outside of no_sync() they are used, and set to None. (In
-    stages 2 and 3 several may come before.) Those of no_sync() stay for the next one, whatever
-    zero_grad() does. Nothing but an optimizer's step() changes shards, and none comes between a
-    forward and its backward. After a backward that has raised the stage is not used any more.
-    `Zero1` does without that.
+    What it asks for: ranks have equal modules, and call all units by `model(x)`, in one order, none
+    inside another. Gradients come of `backward()`, which brings one of every trained parameter.
+    After one outside of no_sync() they are used, and zeroed. (In stages 2 and 3 several may come
+    before.) Those of no_sync() stay for the next one, whatever zero_grad() does. Nothing but an
+    optimizer's step() changes shards, and none comes between a forward and its backward. After a
+    backward that has raised the stage is not used any more. `Zero1` does without that.
     """
 
     # ---- what calls the events of a forward, and a step; `Reducer` calls those of a backward
