@@ -33,15 +33,19 @@ A backward of one rank of three, buckets 0, 1, 2 of a model whose last parameter
                                wait for 0, 1, 2         now all sums are whole, on all ranks
 
 In this order: collectives, to be read as a table of what they promise; buckets; `Wrapper`, which
-can be passed by; `Reducer`, which ZeRO shares; `PlainDDP`. That is the idea, and all that the first
-lines of a reader's own DDP need. It asks something of scripts: its docstring says what. The rest is
-one class for each thing that it does not ask for any more, or adds, and the collectives' bodies:
+can be passed by; `Reducer`, which ZeRO shares; `PlainDDP`. With that the idea is complete, and a
+DDP of one's own could end there. It asks something of scripts: its docstring says what. The rest is
+one class, a layer, for each thing that it does not ask for any more, or adds:
 
     UnevenRanks    ranks that use different parameters, buffers, several wrappers, errors
     TorchOptions   the options of torch's DDP, and comm hooks
     Guards         mistakes of a script are refused: guards.py
 
-`DDP` is all of these before `PlainDDP`.
+`DDP` is all of these before `PlainDDP`. A method of a layer does something before or after that of
+the plain class, and calls it by super(): so what one has read is what runs. `# a joint` marks a
+method that stands alone only for that. (tests/test_plain.py names the few cases in which a layer
+does without the plain method, such as a comm hook in place of the sum.) At the end of the file are
+the collectives' bodies.
 """
 
 import contextlib
@@ -80,7 +84,7 @@ Group = dist.ProcessGroup | None  # None: all ranks
 #   gather.wait()                                   they are there
 #
 #   reduction = start_reduce_scatter(flat, group)   each rank is sent its chunk
-#   reduction.add(out, earlier)                     they are there, and are added in rank order:
+#   reduction.add(out, [earlier])                   they are there, and are added in rank order:
 #                                                   out = ((earlier + c0) + c1) + c2; without
 #                                                   arguments in this rank's chunk of flat itself
 #
@@ -94,8 +98,9 @@ Group = dist.ProcessGroup | None  # None: all ranks
 # chunks, or W on an accelerator, for what arrives, until `add`. Where c0 has 16 bits, sums are made
 # in fp32. Chunks are as nearly equal as `Tensor.tensor_split(W)` makes them. All ranks make all
 # calls, on the stream of the forward, and in one order; on a CPU calls with another `tag` may come
-# in another order. (What is waited for there is awaited by the CPU; on an accelerator only by the
-# stream.) The bodies are at the end of this file: "how messages are sent".
+# in another order. (On a CPU wait() and add() return when the messages have arrived. On an
+# accelerator only its stream waits.) The bodies are at the end of this file: "how messages are
+# sent".
 
 
 # -------------------------------------------------------------------------------------------------
@@ -321,8 +326,6 @@ class Reducer(Wrapper):
     when the next bucket is launched, by `_finish_reduction(bucket)`. Its construction ends with
     `_track`. A backward brings a gradient of every trained parameter, on all ranks.
 
-    A joint is a method of its own only so that a layer can do something before or after it.
-
         _buckets   of the trained parameters, in the order in which a backward fills them
         _slots     {parameter, a frozen one too: its slot}, in the order of the module
         _trained   slots of those that get gradients, in that order
@@ -474,8 +477,8 @@ class PlainDDP(Reducer):
 
     What it asks for: ranks have equal modules, of whose buffers each has its own. Gradients come of
     `backward()`, which brings one of every trained parameter. After one outside of no_sync() they
-    are used, and zeroed. One wrapper is used, by `model(x)`, and no more after a backward that has
-    raised. `DDP` does without that.
+    are used, and zeroed. One wrapper is used, by `model(x)`. After a backward that has raised it is
+    not used any more. `DDP` does without that.
     """
 
     def forward(self, *inputs, **kwargs):
@@ -487,7 +490,7 @@ class PlainDDP(Reducer):
     def _prepare_for_backward(self, task):
         super()._prepare_for_backward(task)
         if self.gradient_divide_factor == self.world_size:
-            return  # the mean of a mean, which all ranks have, is what it was
+            return  # a mean is the same on all ranks: so its mean is itself, and is right
         for slot in self._trained:
             gradient = slot.parameter.grad
             is_held = slot in slot.bucket.unreduced  # by no_sync(): it has yet to be summed
@@ -569,7 +572,7 @@ class UnevenRanks:
         _accumulate_grad  {slot: the node of the graph that adds to `.grad`}: autograd can tell
                           whether a backward will reach it. It would make another one for each
                           backward if nobody kept it
-        _unread_counts    (a function that waits, own history, own checksum), or None
+        _unread_counts    (a `Count`, own history, own checksum), or None
     """
 
     find_unused_parameters = True
@@ -699,13 +702,13 @@ class UnevenRanks:
         history = self._history()
         checksum = zlib.crc32(history.encode()) % (2**31 // self.world_size)  # int32 has the sum
         device = self._trained[0].parameter.device
-        wait = start_count([*is_used, checksum], device, self.process_group)
+        count = Count([*is_used, checksum], device, self.process_group)
         if self.shard_group is None or not self._is_on_cpu:
-            self._unread_counts = wait, history, checksum
+            self._unread_counts = count, history, checksum
         if all(is_used):
             return [self.world_size] * len(is_used)
         with self._waiting("agree on use"):
-            *counts, _ = wait()
+            *counts, _ = count.wait()
         return counts
 
     def _history(self):
@@ -721,9 +724,9 @@ class UnevenRanks:
         those that are not frozen."""
         if self._unread_counts is None:
             return
-        (wait, history, checksum), self._unread_counts = self._unread_counts, None
+        (count, history, checksum), self._unread_counts = self._unread_counts, None
         with self._waiting("agree on use"):
-            *counts, total = wait()
+            *counts, total = count.wait()
         if total != self.world_size * checksum:
             histories = [None] * self.world_size
             dist.all_gather_object(histories, history, group=self.process_group)
@@ -756,19 +759,19 @@ class UnevenRanks:
         super().zero_grad(set_to_none)
 
 
-def start_count(flags: list[bool], device: torch.device, process_group: Group):
-    """Start to count, for each of flags, a list of bools, the ranks on which it is set, on device
-    -> a function that waits for the list of these numbers. (Of a number there, in place of a bool:
-    the sum over ranks.) Costs an all-reduce of 4 bytes per flag."""
-    # non_blocking: else the CPU would wait here for all that the device has yet to do.
-    counts = torch.tensor(flags, dtype=torch.int32).to(device, non_blocking=True)
-    work = dist.all_reduce(counts, group=process_group, async_op=True)
+class Count:
+    """For each of flags, a list of bools, on how many ranks it is set: started, until `wait`. (Of a
+    number there, in place of a bool: the sum over ranks.) Costs an all-reduce of 4 bytes a flag."""
 
-    def wait():
-        work.wait()
-        return counts.tolist()
+    def __init__(self, flags, device, process_group):
+        # non_blocking: else the CPU would wait here for all that the device has yet to do.
+        counts = torch.tensor(flags, dtype=torch.int32)
+        self.counts = counts.to(device, non_blocking=True)
+        self.work = dist.all_reduce(self.counts, group=process_group, async_op=True)
 
-    return wait
+    def wait(self):
+        self.work.wait()
+        return self.counts.tolist()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -820,7 +823,8 @@ class TorchOptions:
         """If the last backward has averaged, and nobody has zeroed its result G, G is in `.grad`,
         the same on all ranks. New gradients will be added to it, and the whole will be multiplied
         by 1/factor and summed over W ranks: so G becomes W / factor times G. Divide it by that
-        first; then it is as if no_sync() had left it."""
+        first. Then it can be summed like what no_sync() has left, and is marked so, as the plain
+        class asks for gradients that were zeroed."""
         growth = self.world_size / self.gradient_divide_factor  # 1 unless told otherwise
         for slot in self._trained:
             if growth != 1 and slot.parameter.grad is not None:

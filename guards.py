@@ -3,10 +3,10 @@
     class DDP(Guards, ..., PlainDDP)              # the last lines of ddp.py
     class Zero3(ShardGuards, ..., PlainZero3)     # and, more or less, of zero.py
 
-Data parallelism and ZeRO are complete without this file: `from ddp import PlainDDP as DDP`. But
-there are many ways in which a script can compute something else than its author thinks, such as the
-norm of a gradient of which a rank has only a part. Each is done right here, where few lines can do
-that. Otherwise it raises RuntimeError, in a line that says what to do.
+Data parallelism and ZeRO are complete without this file. But there are many ways in which a script
+can compute something else than its author thinks, such as the norm of a gradient of which a rank
+has only a part. Each is done right here, where few lines can do that. Otherwise it raises
+RuntimeError, in a line that says what to do.
 
 How it works: each method does something before or after the method of the same name in ddp.py or
 zero.py, which it calls by super(). A script without mistakes gets the same bits without guards.

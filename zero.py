@@ -33,9 +33,9 @@ are added in rank order, in stages 2 and 3 micro-step by micro-step. These are t
 process that accumulates the same micro batches, if no backward is in no_sync(), and if 1/W does not
 round: W is a power of two, or `set_gradient_divide_factor(1)` was called, as train.py does.
 
-Cost beside the table: during the backward three buckets of 25 MB, one that fills, one that is sent
-and what arrives for it (Zero1: only the last, as it keeps the others anyway); in Zero3 the root and
-two units; under no_sync() whole gradients.
+Cost beside the table: during the backward buckets of 25 MB, the root's, one that fills, one that is
+sent, and what arrives for it (Zero1: only the last, as it keeps the others anyway); in Zero3 the
+root and two units; under no_sync() whole gradients.
 
 oracle.py has the three stages by hand. Here is the same, only earlier, in this order: two tables of
 a step; buckets and units; `Stage`, how a stage is built, to be passed by; the stages as the paper
@@ -50,8 +50,8 @@ The rest is one class for each thing that it does not ask for any more, or adds:
     StateDicts      saving and loading
     ShardGuards     mistakes of a script are refused: guards.py
 
-`Zero3` is all of these, and ddp.py's `UnevenRanks`, before `PlainZero3`. Each does something before
-or after a method of the plain stage, and calls that: what one has read is what runs.
+`Zero3` is all of these, and ddp.py's `UnevenRanks`, before `PlainZero3`. As there each does
+something before or after a method of the plain stage, and calls that.
 """
 
 import collections
@@ -90,12 +90,12 @@ ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS ke
 #                                                                                   the next one
 #   a forward is over    _end_forward            wait for the rest    .             ...; evaluation:
 #                                                                                   free all
-#   a backward begins    _prepare_for_backward                                      the way leads
-#                                                                                   back
+#   a backward begins    _prepare_for_backward   check that means     .             the way leads
+#                                                are zeroed                         back
 #   a bucket is full     _start_reduction        reduce-scatter       .             .
 #   the next one, too    _finish_reduction       add: its means are   ..., free     .
 #                                                there                gradients
-#   a backward is over   _finalize_backward                                         ..., free all
+#   a backward is over   _finalize_backward      give the means       .             ..., free all
 #   a step               _after_step             all units are old    .             .
 #
 # A step of PlainZero3 with a root and blocks 0, 1 and 2, each of which has one bucket. gather and
@@ -115,7 +115,7 @@ ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS ke
 #     0 is used                  wait for 0
 #     gradients of 0 are there   add 1, reduce 0
 #     those of the root, too     add 0, reduce root
-#   backward is over             add root, free root, 1 and 0
+#   backward is over             add root, free root, 0 and 1
 #   step                                                    the shards have new values
 
 
@@ -607,7 +607,7 @@ class PlainZero2(PlainZero1):
         bucket.free_gradients()
 
     def _earlier(self, bucket):
-        """They are still there; nothing is where zero_grad() has set `.grad` to None."""
+        """They are still there. Where zero_grad() has set `.grad` to None they become zeros."""
         if all(slot.shard.grad is None for slot in bucket.slots):
             return []
         for slot in bucket.slots:
@@ -627,20 +627,19 @@ class PlainZero2(PlainZero1):
 #   block 0         #  .  .  .          .  .  +  #    Before its forward block 1 waits for the rest
 #   block 1         +  #  .  .          .  +  #  #    of its all-gather. Then that of block 2 is
 #   block 2         .  +  #  #          #  #  .  .    started, for which block 0 is freed. The last
-#   block 3         .  .  +  #          #  #  .  .    two stay: the backward begins with them.
+#   block 3         .  .  +  #          #  .  .  .    two stay: the backward begins with them.
 #
-#   _started_last   1  2  3  3          2  1  0  0
-#   _to_start       2  3                1  0
-#                   3                   0
+#   _started_last   1  2  3  3          2  1  0  0    When a block is used, the one after it on the
+#   to start        2  1  0  0          2  1  0  0    way is started. So many are left then.
 
 
 class PlainZero3(PlainZero2):
     """P_os+g+p: each rank keeps also only its 1/W of the parameters.
 
     Beside the root, which stays, two units are whole: the one in use and the next one on the way,
-    which leads through the units in the forward, and back in the backward. For a third one the rest
-    is freed. What autograd would save of a whole unit becomes a note, by which the backward
-    unshards it again.
+    which leads through the units in the forward, and back in the backward. Before a third one is
+    gathered all others are freed. What autograd would save of a whole unit becomes a note, by which
+    the backward unshards it again.
 
     A backward is a collective too, also under no_sync(), as it gathers. Under autocast autograd
     saves 16-bit copies of all weights: use param_dtype instead.
@@ -880,24 +879,19 @@ class UnevenForwards(UnevenRanks):
             slot.shard.grad.data = slot.bucket.place_of_mean(slot).add_(slot.shard.grad)
 
     def _earlier(self, bucket):
-        """Take the means of before from where they are: in stage 1 they were moved; and a script
-        may have replaced some `.grad`. Then [a copy of what they hold, with zeros where one is
-        None]. Each keeps its `.grad`, which will be the new sum."""
+        """If the stage does not find them, because a script has replaced some `.grad`, or because
+        this is stage 1: [a copy of what they hold, with zeros where one is None]. Each stays the
+        same `.grad`, and gets the new sum."""
         held = [slot for slot in bucket.slots if slot.shard.grad is not None]
-        are_at_home = not is_in_memory_of(bucket.sharded_gradients, bucket.gradients)
-        are_at_home = are_at_home and all(self._is_home(slot) for slot in held)
-        if not held or are_at_home:
-            return super()._earlier(bucket)
+        if all(self._is_home(slot) for slot in held):
+            earlier = super()._earlier(bucket)
+            if earlier or not held:
+                return earlier
         together = torch.zeros_like(bucket.sharded)
-        gradients = {slot: slot.shard.grad for slot in held}
-        for slot, gradient in gradients.items():
-            bucket.shard_view(slot, together).copy_(gradient)
-            slot.shard.grad = None
-        earlier = super()._earlier(bucket)  # []
-        for slot, gradient in gradients.items():
-            gradient.data = bucket.place_of_mean(slot)
-            slot.shard.grad = gradient
-        return [*earlier, together]
+        for slot in held:
+            bucket.shard_view(slot, together).copy_(slot.shard.grad)
+            slot.shard.grad.data = bucket.place_of_mean(slot)
+        return [together]
 
     def _finalize_backward(self):
         """Note whether a step may follow."""
@@ -989,7 +983,8 @@ class UnevenOrder(UnevenForwards):
             self._launch_ready_buckets()
 
     def _is_ready(self, bucket):
-        """And the unit after bucket's was started; or there is none, and bucket's own was.
+        """Only when the unit after bucket's on the way was started; the last one's, when it was
+        itself.
 
         Native collectives must come in one order on all ranks. A rank of which autograd asks a
         weight of the unit starts the next one before it has the gradients. A rank that skips the

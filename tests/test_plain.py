@@ -33,6 +33,7 @@ WITHOUT_SUPER = {
     "TorchOptions._finish_reduction": "a comm hook reduces",
     "UnevenRanks._put": "there is no gradient",
     "UnevenForwards._post_forward": "a hook before ours has raised: no forward has begun",
+    "UnevenForwards._earlier": "a script has replaced a `.grad`: all are taken from where they are",
     "UnevenForwards._give_mean": "a `.grad` that a script keeps is the same object as before",
     "UnevenOrder._is_ready": "no: there is a gather to start before",
     "UnevenOrder._reshard_all": "not yet: the backward ran inside a forward",
@@ -257,6 +258,16 @@ def test_plain_gradients_may_be_set_to_zero(wrapper):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [Zero1, Zero2, Zero3])
+def test_means_of_another_dtype_add_up(kind):
+    """Of backwards before a step, also where gradients have 16 bits on their way."""
+    model = kind(Shared(), reduce_dtype=torch.bfloat16)
+    once = step_of(model, torch.arange(11))
+    for name, gradient in step_of(model, torch.arange(11)).items():
+        assert gradient.equal(2 * once[name]), name
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_plain_accumulates_what_was_not_zeroed(stage):
     """Backwards before a step add up in stages 2 and 3, but for a `.grad` that was dropped."""
@@ -272,8 +283,7 @@ def test_plain_accumulates_what_was_not_zeroed(stage):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", PLAIN)
 def test_plain_takes_a_closure(wrapper):
-    """The forward of a step's closure comes before the update of that step, and the next one
-    gathers after it."""
+    """The forward of a closure comes before the update of its step: so the next one gathers."""
     found = {}
     for is_wrapped in (False, True):
         model = PLAIN[wrapper](Shared()) if is_wrapped else Shared()
@@ -285,8 +295,11 @@ def test_plain_takes_a_closure(wrapper):
             loss.backward()
             return loss
 
-        found[is_wrapped] = [optimizer.step(closure).item() for _ in range(3)]
-    assert found[True] == found[False] and len(set(found[True])) == 3
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        with torch.no_grad():
+            losses.append(model(torch.arange(11)).item())
+        found[is_wrapped] = losses
+    assert found[True] == found[False] and len(set(found[True])) == 4
 
 
 @pytest.mark.ranks(2)
@@ -450,6 +463,19 @@ def test_uneven_ranks_stand_alone():
     model.zero_grad()
     model(torch.arange(11)).backward()
     assert module.blocks[5].weight.grad is None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [DDP, Zero1, Zero2, Zero3])
+def test_a_backward_of_inputs_averages_nothing(kind):
+    """Notes and checkpoints are signs of it, but it brings no gradient of a parameter."""
+    model = kind(Chain(4, 8, recomputed=True))
+    x = torch.ones(3, 8, requires_grad=True)
+    with mock.patch.object(model, "_start_reduction") as start:
+        model(x).backward(inputs=[x])
+    assert x.grad.any() and not start.called
+    model(x).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.ranks(2)
