@@ -43,9 +43,9 @@ one class, a layer, for each thing that it does not ask for any more, or adds:
 
 `DDP` is all of these before `PlainDDP`. A method of a layer does something before or after that of
 the plain class, and calls it by super(): so what one has read is what runs. `# a joint` marks a
-method that stands alone only for that. (tests/test_plain.py names the few cases in which a layer
-does without the plain method, such as a comm hook in place of the sum.) At the end of the file are
-the collectives' bodies.
+method that exists only so that layers can add to it. (tests/test_plain.py names the few cases in
+which a layer does without the plain method, such as a comm hook in place of the sum.) At the end of
+the file are the collectives' bodies.
 """
 
 import contextlib
@@ -109,8 +109,8 @@ Group = dist.ProcessGroup | None  # None: all ranks
 
 @dataclasses.dataclass(eq=False)  # eq=False: a comparison of two would compare tensors
 class Slot:
-    """The place of a parameter in a bucket. shard: what the optimizer has of the parameter, whose
-    `.grad` becomes the mean: all of it; in ZeRO this rank's part."""
+    """The place of a parameter in a bucket. The optimizer has its shard, whose `.grad` becomes the
+    mean: in DDP that is the parameter itself, in ZeRO this rank's part of it."""
     bucket: "Bucket"
     parameter: torch.nn.Parameter
     fqn: str  # its fully qualified name, such as "blocks.0.mlp.down.weight"
@@ -146,7 +146,7 @@ class Bucket:
         gradients    the flat buffer, of n elements or a few more, so that it can be cut into
                      chunks of one size; or None while there is no memory for it
         unreduced    the slots whose gradient is in the buffer, and has yet to be summed over ranks
-        reduction    the last one of `gradients` that was started
+        reduction    of `gradients`, started last: a reduce-scatter or an all-reduce
     """
 
     def __init__(self, parameters, names, align=1):
@@ -166,7 +166,7 @@ class Bucket:
 
     def view(self, slot, buffer):
         """All of a parameter in a buffer of n elements."""
-        start = buffer.storage_offset() + slot.start  # as_strided counts from the memory's begin
+        start = buffer.storage_offset() + slot.start  # as_strided counts from where memory begins
         return buffer.as_strided(slot.shape, slot.strides, start)
 
     def place_of_gradient(self, slot):
@@ -314,8 +314,9 @@ class Backward:
 
 
 class Reducer(Wrapper):
-    """What DDP and the ZeRO stages share: hooks on every parameter notice a backward and move its
-    gradients into buckets, buckets are launched in order, and a callback ends the backward.
+    """What DDP and the ZeRO stages share: hooks of each trained parameter notice a backward and
+    move its gradients into buckets, buckets are launched in order, and a callback ends the
+    backward.
 
         the first sign of a backward   _notice_backward -> _prepare_for_backward
         a gradient is complete         _mark_param_ready -> _put
@@ -338,9 +339,8 @@ class Reducer(Wrapper):
     # ---- the first sign of a backward
 
     def _notice_backward(self, gradient=None):
-        """Called at each sign of a backward. At the first one prepare for it. It is a hook of each
-        parameter, too, before autograd adds to `.grad`. (It returns None: gradient stays as it is.)
-        """
+        """Hook of each parameter, before autograd adds to `.grad`; in stage 3 notes call it, too.
+        The first sign of a backward: prepare for it. (It returns None: gradient stays as it is.)"""
         task = torch._C._current_graph_task_id()
         if self._backward is None or self._backward.task != task:
             self._prepare_for_backward(task)
@@ -390,7 +390,7 @@ class Reducer(Wrapper):
                 self._finish_reduction(bucket)
 
     def _launch(self, bucket):
-        """Start to reduce bucket. Scale before the sum: so that does not overflow."""
+        """Start to reduce bucket. It is scaled before the sum, which might overflow."""
         scale = self._scale_before_sum()
         if scale != 1:
             bucket.gradients.mul_(scale)
@@ -422,7 +422,7 @@ class Reducer(Wrapper):
             self._give_mean(slot)
 
     def _give_mean(self, slot):
-        """In DDP a mean is where it belongs: `.grad` of the parameter."""
+        """Let `.grad` of the shard be the mean. In DDP it is: see `Bucket.put`."""
 
     # ---- what a script calls
 
@@ -452,10 +452,10 @@ class Reducer(Wrapper):
         in_order = first_names(self._named("parameters"))
         self._slots = {p: slots[p] for p in in_order if p in slots}
         self._trained = [slot for slot in self._slots.values() if slot.bucket in buckets]
-        self._is_on_cpu = all(slot.parameter.is_cpu for slot in self._trained)
-        self.exposed_s = 0.0 if self._is_on_cpu else math.nan
         for slot in self._trained:
             p = slot.parameter
+            if not p.is_cpu:
+                self.exposed_s = math.nan
             self._add_hook(p.register_hook, weakly(self._notice_backward))
             mark_param_ready = weakly(self._mark_param_ready)
             self._add_hook(p.register_post_accumulate_grad_hook, mark_param_ready)
@@ -475,10 +475,10 @@ class PlainDDP(Reducer):
     A `.grad` lies in a bucket, and so do views of it, such as `.flatten()`: clone what has to
     outlive the next backward.
 
-    What it asks for: ranks have equal modules, of whose buffers each has its own. Gradients come of
-    `backward()`, which brings one of every trained parameter. After one outside of no_sync() they
-    are used, and zeroed. One wrapper is used, by `model(x)`. After a backward that has raised it is
-    not used any more. `DDP` does without that.
+    What it asks for: ranks have equal modules, of whose buffers each has its own, and one wrapper.
+    Gradients come from `backward()`, which brings one of every trained parameter. After one outside
+    of no_sync() they are used, and zeroed. After a backward that has raised the wrapper is not used
+    any more. `DDP` asks for none of this.
     """
 
     def forward(self, *inputs, **kwargs):
@@ -489,13 +489,15 @@ class PlainDDP(Reducer):
 
     def _prepare_for_backward(self, task):
         super()._prepare_for_backward(task)
-        if self.gradient_divide_factor == self.world_size:
-            return  # a mean is the same on all ranks: so its mean is itself, and is right
         for slot in self._trained:
             gradient = slot.parameter.grad
             is_held = slot in slot.bucket.unreduced  # by no_sync(): it has yet to be summed
-            assert gradient is None or is_held or not gradient.any(), (
+            # A mean that was not zeroed would be summed again: W times it, divided by W, is right.
+            is_right = self.gradient_divide_factor == self.world_size
+            assert gradient is None or is_held or is_right or not gradient.any(), (
                 f"call zero_grad() before a backward: the mean of {slot.fqn} would be summed again")
+        for bucket in self._buckets:
+            bucket.unreduced.clear()  # what no_sync() has left is in `.grad`: `put` will see
 
     def _start_reduction(self, bucket):
         """Start an all-reduce of bucket's gradients, in place."""
@@ -562,8 +564,8 @@ class PlainDDP(Reducer):
 
 class UnevenRanks:
     """Before `PlainDDP`: ranks need not use the same parameters, nor all of them, and may wrap
-    several modules; their buffers are rank 0's; a backward may raise. (A stage has all of this by
-    `UnevenForwards`.)
+    several modules; their buffers are rank 0's; a backward may raise, and then zero_grad() of the
+    wrapper is called. (A stage has all of this by `UnevenForwards`.)
 
     A rank that has no gradient of a parameter sends zeros. One that no rank has used keeps
     `grad is None`. So ranks count by how many each is used: one all-reduce of a number for each,
@@ -609,9 +611,9 @@ class UnevenRanks:
 
     @torch.compiler.disable  # a compiled model would keep the answers of the first call
     def _prepare_forward(self):
-        """Raise what the last backward has found: `_read_counts`. Copy rank 0's buffers to all
+        """Raise what the last backward has found: `_check_counts`. Copy rank 0's buffers to all
         ranks; as in torch, not if the forward before ran under no_grad() or in no_sync()."""
-        self._read_counts()
+        self._check_counts()
         if self._buffers_are_due and self.forward_sync_buffers and not in_backward():
             buffers = [t for _, t in self._named("buffers")]
             with self._waiting("get rank 0's buffers"):
@@ -623,6 +625,7 @@ class UnevenRanks:
 
     def _track(self, buckets, frozen=()):
         super()._track(buckets, frozen)
+        self._is_on_cpu = all(slot.parameter.is_cpu for slot in self._trained)
         self._accumulate_grad = {}
         for slot in self._trained:
             # Of p itself: a class of its own would be asked for a view of p, and get another node.
@@ -631,7 +634,7 @@ class UnevenRanks:
                 self._accumulate_grad[slot] = edge.node
 
     def _prepare_for_backward(self, task):
-        self._read_counts()
+        self._check_counts()
         super()._prepare_for_backward(task)
 
     def _new_backward(self, task):
@@ -673,14 +676,14 @@ class UnevenRanks:
 
     @torch.no_grad()
     def _finalize_backward(self):
-        """Nothing is to come any more: launch the buckets that are left. At last `_read_counts`.
+        """Nothing is to come any more: launch the buckets that are left. At last `_check_counts`.
         (On an accelerator that is for the next forward or backward, as in torch: here the CPU would
         wait for the device.)"""
         self._backward.to_come.clear()
         self._launch_ready_buckets()
         super()._finalize_backward()
         if self._is_on_cpu:
-            self._read_counts()
+            self._check_counts()
 
     def _give_means(self, slots):
         """A parameter that some rank has used gets its mean; one that no rank has used keeps
@@ -718,7 +721,7 @@ class UnevenRanks:
         for it: their messages have tags, so such ranks time out.)"""
         return f"wrapper {self._first_tag}"
 
-    def _read_counts(self):
+    def _check_counts(self):
         """Raise RuntimeError on all ranks if they had different histories in the last backward; or,
         with find_unused_parameters=False, where some rank has not used a parameter in it, naming
         those that are not frozen."""
@@ -833,9 +836,6 @@ class TorchOptions:
                 slot.bucket.unreduced.add(slot)
         self._has_averaged = False
         super()._prepare_for_backward(task)
-        for bucket in self._buckets:
-            # What no_sync() has left is in `.grad`, unless a script has dropped it. `put` will see.
-            bucket.unreduced.clear()
 
     def _give_means(self, slots):
         super()._give_means(slots)
@@ -855,7 +855,7 @@ class TorchOptions:
         self.comm_state, self._comm_hook = state, torch.no_grad()(hook)
 
     def _scale_before_sum(self):
-        """A comm hook divides by W itself."""
+        """A comm hook divides by W itself: make up for that."""
         if self._comm_hook is not None:
             return self.world_size / self.gradient_divide_factor
         return super()._scale_before_sum()
@@ -928,7 +928,7 @@ def weakly(method, *first):
 
 
 # -------------------------------------------------------------------------------------------------
-# what comm hooks need; trainer/comm_hooks.py has some
+# what comm hooks need, and hybrid sharding; trainer/comm_hooks.py has some hooks
 
 
 class GradBucket:

@@ -33,11 +33,11 @@ are added in rank order, in stages 2 and 3 micro-step by micro-step. These are t
 process that accumulates the same micro batches, if no backward is in no_sync(), and if 1/W does not
 round: W is a power of two, or `set_gradient_divide_factor(1)` was called, as train.py does.
 
-Cost beside the table: during the backward buckets of 25 MB, the root's, one that fills, one that is
-sent, and what arrives for it (Zero1: only the last, as it keeps the others anyway); in Zero3 the
-root and two units; under no_sync() whole gradients.
+Cost beside the table: in the backward whole gradients of the root and of two buckets of 25 MB, and
+what arrives for one (Zero1: only that); in Zero3 the root and two units; under no_sync() all whole
+gradients.
 
-oracle.py has the three stages by hand. Here is the same, only earlier, in this order: two tables of
+oracle.py has the three stages by hand. Here is the same, overlapped, in this order: two tables of
 a step; buckets and units; `Stage`, how a stage is built, to be passed by; the stages as the paper
 has them: `PlainZero1`, which can be read by itself, what `PlainZero2` does otherwise, and what
 `PlainZero3` adds. That is the idea. It asks something of scripts and ranks: docstrings say what.
@@ -84,26 +84,26 @@ ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS ke
 # stage 3 a note calls `_use` there, too.
 #
 #   event                method                  PlainZero1           PlainZero2    PlainZero3
-#   a forward begins     _begin_forward          gather all units     .             the way leads
-#                                                                                   through them
-#   a unit is used       _use                    wait for its gather  .             ..., and gather
-#                                                                                   the next one
+#   a forward begins     _begin_forward          gather all units     .             set their order
+#   a unit is used       _use                    wait for its gather  .             gather it, wait,
+#                                                                                   gather the next
 #   a forward is over    _end_forward            wait for the rest    .             ...; evaluation:
 #                                                                                   free all
-#   a backward begins    _prepare_for_backward   check that means     .             the way leads
-#                                                are zeroed                         back
+#   a backward begins    _prepare_for_backward   check that means     .             set the order of
+#                                                of before are 0                    the way back
 #   a bucket is full     _start_reduction        reduce-scatter       .             .
-#   the next one, too    _finish_reduction       add: its means are   ..., free     .
+#   the next is full     _finish_reduction       add: its means are   ..., free     .
 #                                                there                gradients
 #   a backward is over   _finalize_backward      give the means       .             ..., free all
-#   a step               _after_step             all units are old    .             .
+#   a step               _after_step             units that it has    .             ..., free them
+#                                                changed are old
 #
 # A step of PlainZero3 with a root and blocks 0, 1 and 2, each of which has one bucket. gather and
 # reduce start an all-gather and a reduce-scatter; wait and add finish them. Beside the root two
 # blocks are whole, and one block's messages are under way while another one computes.
 #
-#   forward begins               gather root
-#     root is used               wait for root, gather 0
+#   forward begins
+#     root is used               gather root, wait for it, gather 0
 #     0 is used                  wait for 0, gather 1
 #     1 is used                  wait for 1, free 0, gather 2
 #     2 is used                  wait for 2
@@ -443,11 +443,12 @@ class PlainZero1(Stage):
     rank's.
 
     What it asks for: ranks have equal modules, and call all units by `model(x)`, in one order, none
-    inside another. Gradients come of `backward()`, which brings one of every trained parameter.
-    After one outside of no_sync() they are used, and zeroed. (In stages 2 and 3 several may come
-    before.) Those of no_sync() stay for the next one, whatever zero_grad() does. Nothing but an
-    optimizer's step() changes shards, and none comes between a forward and its backward. After a
-    backward that has raised the stage is not used any more. `Zero1` does without that.
+    inside another. Gradients come from `backward()`, which brings one of every trained parameter.
+    After one outside of no_sync() they are used, and set to None. (In stages 2 and 3 several may
+    come before.) Those of no_sync() stay for the next one: zero_grad() does not forget them.
+    Nothing but an optimizer's step() changes shards, and none comes between a forward and its
+    backward. After a backward that has raised the stage is not used any more. `Zero1` asks for none
+    of this.
     """
 
     # ---- what calls the events of a forward, and a step; `Reducer` calls those of a backward
@@ -486,7 +487,7 @@ class PlainZero1(Stage):
         bucket.unsharded = values
         bucket.sharded = bucket.own_chunk(values)
 
-    def _place_means(self, bucket):
+    def _provide_memory_of_means(self, bucket):
         """Whole gradients are kept, so the means of the own chunk are a part of them."""
         bucket.sharded_gradients = bucket.own_chunk(bucket.gradients)
 
@@ -511,16 +512,16 @@ class PlainZero1(Stage):
         """Start to gather unit's parameters from all ranks, unless they are current."""
         if unit.is_current:
             return
-        self._place_own_chunks(unit)
+        self._provide_memory(unit)
         unit.is_current = True
         with torch.profiler.record_function(f"start: unshard {unit}"):
             for bucket in unit.buckets:
                 gather = start_all_gather(bucket.unsharded, self.shard_group, unit.tag, bucket.cuts)
                 unit.gathers.append(gather)
 
-    def _place_own_chunks(self, unit):
-        """An all-gather sends this rank's chunk of the whole parameters. Here it has the shards'
-        values, since the shards are views of it."""
+    def _provide_memory(self, unit):
+        """For unit's whole parameters, with the shards' values in this rank's chunk, which the
+        all-gather sends. Here that is so: the shards are views of it."""
 
     def _wait_for_unshard(self, unit):
         """Wait for the all-gather of unit, if one is under way: then its parameters have values."""
@@ -531,7 +532,7 @@ class PlainZero1(Stage):
             with self._waiting(f"unshard {unit}"):
                 gather.wait()
         for bucket in unit.buckets:
-            bucket.point_parameters()  # in stages 1 and 2, too: a script may have set p.data
+            bucket.point_parameters()  # in stage 3; before it only where a script has set p.data
 
     # ---- backward: reduce gradients to the owners of the shards
 
@@ -540,16 +541,18 @@ class PlainZero1(Stage):
         self._check_means()
 
     def _check_means(self):
-        """This backward will put its gradients where the means of the one before are."""
+        """This backward puts its gradients where the means of the one before are: see
+        `_provide_memory_of_means`."""
         for slot in self._trained:
             gradient = slot.shard.grad
-            assert gradient is None or not gradient.any(), (
+            is_held = slot in slot.bucket.unreduced  # no_sync() has put this rank's own there
+            assert gradient is None or is_held or not gradient.any(), (
                 f"call zero_grad() before a backward: the mean of {slot.fqn} would be lost")
 
     def _start_reduction(self, bucket):
         """Start to send each rank its chunk of bucket's gradients."""
         if bucket.sharded_gradients is None:
-            self._place_means(bucket)
+            self._provide_memory_of_means(bucket)
         bucket.reduction = start_reduce_scatter(bucket.gradients, self.shard_group,
                                                 self._reduce_tag, bucket.cuts)
 
@@ -590,15 +593,15 @@ class PlainZero1(Stage):
 
 
 class PlainZero2(PlainZero1):
-    """P_os+g: each rank keeps also only its 1/W of the gradients. Every backward outside no_sync()
-    reduces them, and adds their mean to the shards' `.grad`, micro batch after micro batch, as one
-    process accumulates them."""
+    """P_os+g: each rank keeps also only its 1/W of the gradients. A bucket's whole gradients are
+    freed when they are reduced, so each micro-step reduces. Means add up in the shards' `.grad`,
+    micro batch after micro batch, as one process accumulates them."""
 
     def _check_means(self):
         """Means have memory of their own."""
 
-    def _place_means(self, bucket):
-        """So the whole gradients can be freed."""
+    def _provide_memory_of_means(self, bucket):
+        """Apart from the whole gradients, which can be freed then."""
         bucket.sharded_gradients = self._new_chunk(bucket)
 
     def _finish_reduction(self, bucket):
@@ -607,7 +610,8 @@ class PlainZero2(PlainZero1):
         bucket.free_gradients()
 
     def _earlier(self, bucket):
-        """They are still there. Where zero_grad() has set `.grad` to None they become zeros."""
+        """The means are still there, unless zero_grad() has set `.grad` to None. If it has not for
+        all, those become zeros."""
         if all(slot.shard.grad is None for slot in bucket.slots):
             return []
         for slot in bucket.slots:
@@ -661,12 +665,12 @@ class PlainZero3(PlainZero2):
     # ---- four events: the way out begins, a unit is used, the way back begins, it is over
 
     def _begin_forward(self, units):
-        """The root is used first."""
+        """A hook will use the root first."""
         self._started_last, self._to_start = self._root, list(units[1:])
 
     def _use(self, unit):
         """Before unit's forward, and when the backward asks for one of its weights: as stage 1.
-        Then start the next one on the way, unless that was done."""
+        Then start the next one on the way, unless this was done at an earlier use."""
         super()._use(unit)
         if unit is self._started_last and self._to_start:
             self._start_next()
@@ -691,11 +695,11 @@ class PlainZero3(PlainZero2):
 
     def _start_next(self):
         following = self._to_start[0]
-        self._unshard(following)  # for which the one that was started last is not freed: it is used
+        self._unshard(following)  # the one that was started last is in use, so it is not freed
         self._started_last = following
         self._to_start.pop(0)
 
-    def _place_own_chunks(self, unit):
+    def _provide_memory(self, unit):
         """In new memory. First free all but the root and the unit that was started last."""
         for other in self._units:
             is_kept = other is self._root or other is self._started_last
@@ -734,7 +738,7 @@ class PlainZero3(PlainZero2):
     # Autograd saves a weight for the backward, and so would keep a whole unit alive. A pair of
     # functions can stand between: `_pack` is given what autograd saves, and returns what is kept in
     # its place, a note, as oracle.py's recipe: a function that returns the tensor. In the backward
-    # `call_note` is given that. Of notes autograd cannot tell whether they are old: they can.
+    # `call_note` is given that. Autograd checks versions of tensors, not of notes: notes do it.
 
     def forward(self, *inputs, **kwargs):
         with self._take_notes():
@@ -749,7 +753,7 @@ class PlainZero3(PlainZero2):
         bucket = self._bucket_of(t)
         if bucket is None:
             # Detached: t may be the output of the node that saves it, and would keep itself alive.
-            return functools.partial(self._same, t.detach(), t._version)
+            return functools.partial(self._kept_again, t.detach(), t._version)
         is_plain = t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg()
         assert is_plain, f"autograd saves a view of {bucket} as other numbers"
         layout = t.shape, t.stride(), t.storage_offset()
@@ -761,7 +765,7 @@ class PlainZero3(PlainZero2):
             return None  # sparse: it has no memory of its own
         return self._bucket_at_memory.get(t.untyped_storage()._cdata)
 
-    def _same(self, t, version):
+    def _kept_again(self, t, version):
         if t._version != version:
             self._refuse(f"a backward needs a tensor of shape {tuple(t.shape)} as in its forward, "
                          f"but since then that was modified in place, as by step()")
@@ -851,7 +855,8 @@ class UnevenForwards(UnevenRanks):
 
     def _check_means(self):
         """In stage 1 means of the last backward lie where this one puts its gradients: give them
-        other memory. The stage finds no `.grad`: `_earlier` will take it into the sum."""
+        other memory. Meanwhile they are hidden, as the plain stage asks that there are none;
+        `_earlier` will take them into the sum."""
         held = {}
         for slot in self._trained:
             if slot.shard.grad is not None:
@@ -983,8 +988,8 @@ class UnevenOrder(UnevenForwards):
             self._launch_ready_buckets()
 
     def _is_ready(self, bucket):
-        """Only when the unit after bucket's on the way was started; the last one's, when it was
-        itself.
+        """Only when the unit after bucket's on the way was started. (The last unit has none after
+        it: when it was started itself.)
 
         Native collectives must come in one order on all ranks. A rank of which autograd asks a
         weight of the unit starts the next one before it has the gradients. A rank that skips the
@@ -1131,16 +1136,16 @@ class OtherMemory:
         if self._offloads or bucket.unsharded is not values:
             bucket.sharded = self._new_chunk(bucket).copy_(bucket.own_chunk(values))
 
-    def _place_own_chunks(self, unit):
+    def _provide_memory(self, unit):
         """In stages 1 and 2 that of what the module computes with is then a copy."""
         for bucket in unit.buckets:
             whole = bucket.unsharded
             if whole is not None and not is_in_memory_of(bucket.sharded, whole):
                 bucket.own_chunk(whole).copy_(bucket.sharded)
-        super()._place_own_chunks(unit)
+        super()._provide_memory(unit)
 
-    def _place_means(self, bucket):
-        super()._place_means(bucket)
+    def _provide_memory_of_means(self, bucket):
+        super()._provide_memory_of_means(bucket)
         if self._offloads or bucket.reduce_dtype != bucket.dtype:
             bucket.sharded_gradients = self._new_chunk(bucket)
 
@@ -1358,7 +1363,7 @@ class StateDicts:
 
 
 # -------------------------------------------------------------------------------------------------
-# what construction needs
+# small functions
 
 
 def find_units(module: nn.Module) -> list[nn.Module]:

@@ -268,6 +268,21 @@ def test_means_of_another_dtype_add_up(kind):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", PLAIN)
+def test_plain_holds_gradients_back_after_zeros(wrapper):
+    """no_sync() after zero_grad(set_to_none=False), which leaves a `.grad` of zeros."""
+    model = PLAIN[wrapper](Shared())
+    model.set_gradient_divide_factor(1)
+    once = step_of(model, torch.arange(11))
+    for p in model.parameters():
+        p.grad.zero_()
+    with model.no_sync():
+        model(torch.arange(11)).backward()
+    for name, gradient in step_of(model, torch.arange(11)).items():
+        assert torch.equal(gradient, 2 * once[name]), name
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_plain_accumulates_what_was_not_zeroed(stage):
     """Backwards before a step add up in stages 2 and 3, but for a `.grad` that was dropped."""
@@ -459,8 +474,12 @@ def test_uneven_ranks_stand_alone():
     assert module.blocks[5].weight.grad.any()
     same_on_all_ranks = gather(module.blocks[5].weight.grad)
     assert torch.equal(*same_on_all_ranks)
-    module.order = range(5)
     model.zero_grad()
+    module.order = range(6)
+    with model.no_sync():
+        model(torch.arange(11)).backward()
+    model.zero_grad()  # forgets what was held
+    module.order = range(5)
     model(torch.arange(11)).backward()
     assert module.blocks[5].weight.grad is None
 
