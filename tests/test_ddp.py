@@ -247,6 +247,18 @@ def test_unused_parameters_are_named():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [DDP, Zero2])
+def test_a_rank_outside_of_the_group_is_refused(kind):
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        model = kind(nn.Linear(2, 2), process_group=group)
+        assert model.world_size == 1
+    else:
+        raises(RuntimeError, f"{kind.__name__}: this rank is not in process_group", kind,
+               nn.Linear(2, 2), process_group=group)
+
+
+@pytest.mark.ranks(2)
 def test_clipping_is_as_promised():
     """Gradients are divided, and scaled only if their norm is too large; max_norm inf does not
     clip; a complex number counts as two; a rank that has no gradients takes part."""
