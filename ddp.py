@@ -546,6 +546,8 @@ class PlainDDP(Reducer):
         """Those that start with rank 0's values."""
         return [t for _, t in self._named("buffers")]
 
+    # ---- for checkpoints: as the stages' `StateDicts`
+
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (original name, whole parameter), a tied one once."""
         for p, name in first_names(named_tensors(self.module, "parameters")).items():

@@ -23,7 +23,7 @@ from tests.params import full, ROOT
 from tests.wrappers import adafactor, Lamb, muon, PLAIN, WRAPPERS
 from verify import (Chain, compare, every_collective, fresh, gather, live_bytes, ORDERS, same_bits,
                     small_gpt, STAGES, uncut, zoo_loss)
-from zero import Zero2, Zero3
+from zero import PlainZero3, Zero2, Zero3
 
 FLAT_FP32 = ("gpt", "odd", "lora")
 
@@ -239,14 +239,15 @@ def test_units_are_found():
 
 
 @pytest.mark.ranks(2)
-def test_zero3_prefetches():
+@pytest.mark.parametrize("kind", [Zero3, PlainZero3])
+def test_zero3_prefetches(kind):
     """In stage 3 the all-gather of the next unit is under way while a unit computes, forward or
     backward. Seen without a clock, by the number of messages. Each kind has a tag of its own."""
     n = 8
     calls = []
     found = {}
     expected = {}
-    model = Zero3(Chain(n, 8))
+    model = kind(Chain(n, 8))
     tags = [model._reduce_tag, model._full_parameters_tag, *(unit.tag for unit in model._units)]
     assert len(set(tags)) == len(tags) == n + 3, f"messages share tags: {tags}"
 
