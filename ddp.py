@@ -828,16 +828,19 @@ class TorchOptions:
         """If the last backward has averaged, and nobody has zeroed its result G, G is in `.grad`,
         the same on all ranks. New gradients will be added to it, and the whole will be multiplied
         by 1/factor and summed over W ranks: so G becomes W / factor times G. Divide it by that
-        first. Then it can be summed like what no_sync() has left, and is marked so, as the plain
+        first: then it can be summed like what no_sync() has left. It is marked so, as the plain
         class asks for gradients that were zeroed."""
         growth = self.world_size / self.gradient_divide_factor  # 1 unless told otherwise
+        held = []
         for slot in self._trained:
             if growth != 1 and slot.parameter.grad is not None:
-                if self._has_averaged:
-                    slot.parameter.grad.div_(growth)
+                held.append(slot)
                 slot.bucket.unreduced.add(slot)
+        super()._prepare_for_backward(task)  # which may refuse, and then gradients stay as they are
+        for slot in held:
+            if self._has_averaged:
+                slot.parameter.grad.div_(growth)
         self._has_averaged = False
-        super()._prepare_for_backward(task)
 
     def _give_means(self, slots):
         super()._give_means(slots)

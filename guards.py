@@ -548,7 +548,7 @@ class ShardGuards(Guards):
     def _build_buckets(self):
         self._refuse_shared_memory()
         on_meta = [p.is_meta for _, p in self._named("parameters")]
-        if any(on_meta) and not all(on_meta) and self._init_fn is None:
+        if any(on_meta) and not all(on_meta) and self._init_fn == [None]:
             if hasattr(self.module, "init_weights"):
                 self._refuse("some parameters are on meta, and init_weights() would write to the "
                              "others, too: pass init_fn, which is called for submodules")
@@ -698,6 +698,7 @@ class ShardGuards(Guards):
 
     def _move(self, bucket):
         """Copy the shards' values to new memory, and the shards with them."""
+        self._outdate(bucket.unit)  # in stage 3 nothing may be whole now
         values = torch.zeros(bucket.n, dtype=bucket.dtype, device=self._device)
         own = bucket.own_chunk(values)
         for slot in bucket.slots:

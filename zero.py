@@ -444,11 +444,12 @@ class PlainZero1(Stage):
 
     What it asks for: ranks have equal modules, and call all units by `model(x)`, in one order, none
     inside another. Gradients come from `backward()`, which brings one of every trained parameter.
-    After one outside of no_sync() they are used, and set to None. (In stages 2 and 3 several may
-    come before.) Those of no_sync() stay for the next one: zero_grad() does not forget them.
-    Nothing but an optimizer's step() changes shards, and none comes between a forward and its
-    backward. After a backward that has raised the stage is not used any more. `Zero1` asks for none
-    of this.
+    After one outside of no_sync() they are used, and set to None; nobody replaces them. (In stages
+    2 and 3 several may come before.) Those of no_sync() stay for the next one: zero_grad() does not
+    forget them. Nothing but an optimizer's step() changes shards, after its closure, and none comes
+    between a forward and its backward. An optimizer gets all shards of a unit, also empty ones. A
+    checkpoint is around units, not inside of one. After a backward that has raised the stage is not
+    used any more. `Zero1` asks for none of this.
     """
 
     # ---- what calls the events of a forward, and a step; `Reducer` calls those of a backward
@@ -825,19 +826,25 @@ class UnevenForwards(UnevenRanks):
         """The first one begins a forward. If a script calls a part of the model, nobody knows which
         units that will use."""
         self._in_forward.append((module, unit))
-        if len(self._in_forward) == 1 and not in_backward():
+        is_first = len(self._in_forward) == 1
+        if is_first and not in_backward():
             self._prepare_forward()
             if module is not self.module:
                 self._begin_forward([])
                 self._use(self._root)
-        super()._pre_forward(unit, module)
+        if module is self.module and not is_first:
+            self._use(unit)  # a model that calls itself: its forward has begun
+        else:
+            super()._pre_forward(unit, module)
 
     def _post_forward(self, unit, module, *_):
         if not self._in_forward or self._in_forward[-1][0] is not module:
             return  # a hook before ours has raised, so `_pre_forward` was not called
         self._in_forward.pop()
+        if self._in_forward:
+            return
         super()._post_forward(unit, module)
-        if not self._in_forward and module is not self.module and not in_backward():
+        if module is not self.module and not in_backward():
             self._end_forward()
 
     def _begin_forward(self, units):
@@ -902,6 +909,14 @@ class UnevenForwards(UnevenRanks):
         """Note whether a step may follow."""
         super()._finalize_backward()
         self._gathers_all = self.require_backward_grad_sync and self._is_last_backward
+
+    def _after_step(self, optimizer, *_):
+        """All ranks must gather the same units next, and some may have given the optimizer only
+        shards that are not empty. So if there is any, the next forward gathers all units."""
+        super()._after_step(optimizer)
+        for group in optimizer.param_groups:
+            if not self._shards.isdisjoint(group["params"]):
+                self._gathers_all = True
 
     # ---- what a script calls
 
@@ -1215,9 +1230,10 @@ class MetaDevice:
         super()._build_buckets()
         swap(self._stand_ins)
         self._stand_ins.clear()
+        self._init_fn.clear()
 
     def _buckets_of(self, unit, parameters):
-        self._stand_ins |= fill_meta(self.module, unit, self._device, self._init_fn)
+        self._stand_ins |= fill_meta(self.module, unit, self._device, *self._init_fn)
         return super()._buckets_of(unit, parameters)
 
     def _real(self, p):
@@ -1247,7 +1263,8 @@ class ZeroOptions(Hybrid, OtherMemory, Uncut, MetaDevice):
                 self._compared.append(f"uncut: {name}")
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self._asked_shard_size, self._asked_offload = shard_size, offload
-        self._init_fn, self._asked_device = init_fn, device
+        self._init_fn = [init_fn]  # in a list: a Module may be given, which is not kept
+        self._asked_device = device
         super().__init__(module, process_group, units)
 
 

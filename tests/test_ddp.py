@@ -247,6 +247,21 @@ def test_unused_parameters_are_named():
 
 
 @pytest.mark.ranks(2)
+def test_what_is_refused_leaves_gradients():
+    """torch.autograd.grad() of parameters, while means are there that were not zeroed."""
+    model = DDP(nn.Linear(2, 2))
+    model.set_gradient_divide_factor(1)
+    loss = model(torch.ones(2, 2)).sum()
+    loss.backward(retain_graph=True)
+    weight = model.module.weight
+    mean = weight.grad.clone()
+    raises(RuntimeError, "use backward", torch.autograd.grad, loss, [weight])
+    assert torch.equal(weight.grad, mean)
+    model(torch.ones(2, 2)).sum().backward()
+    assert torch.equal(weight.grad, 2 * mean)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [DDP, Zero2])
 def test_a_rank_outside_of_the_group_is_refused(kind):
     group = dist.new_group([0])

@@ -1,9 +1,11 @@
 """zero.py: units, shards, hybrid groups, uncut parameters, and the meta device."""
 
 import copy
+import gc
 import itertools
 import math
 import time
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial, reduce
@@ -398,6 +400,89 @@ def fill(module):
     buffers = module.buffers(recurse=False)
     for t in itertools.chain(parameters, buffers):
         t.fill_(dist.get_rank() + 7)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_data_is_replaced_after_a_forward(stage):
+    """Without a backward, so that in stage 3 units are still whole."""
+    model = STAGES[stage](Chain(3, 4))
+    x = torch.ones(2, 4)
+    model(x)
+    for p in model.parameters():
+        p.data = p.data * 0.5
+    half = model(x)
+    plain = Chain(3, 4)
+    plain.load_state_dict(model.full_state_dict())
+    assert torch.equal(half, plain(x))
+
+
+class Tree(nn.Module):
+    """A model that calls itself, n times."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, n):
+        x = self.blocks[0](x).tanh()
+        if n > 0:
+            x = self(x, n - 1)
+        return x * self.scale
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_calls_itself(stage):
+    """Its forward begins and ends once, however deep a rank goes."""
+    plain, model = Tree(), STAGES[stage](Tree())
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        assert torch.equal(model(x, 2), plain(x, 2))
+    counts = []
+    for n in (0, 1, 1 + dist.get_rank()):
+        calls = []
+        with every_collective(lambda *call: calls.append(call)):
+            model(x, n).sum().backward()
+        counts.append(len(calls))
+        model.zero_grad()
+    assert len(set(counts)) == 1, f"{counts} messages"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_may_lack_empty_shards(stage):
+    """Then not all ranks see a step change the same units, but all gather the same ones."""
+    model = STAGES[stage](Chain(3, 1))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.numel() > 0], lr=0.1)
+    for step in range(4):
+        model.set_is_last_backward(step == 3)
+        model(torch.ones(2, 1)).backward()
+        optimizer.step()
+    assert len(set(gather(str(model.full_state_dict())))) == 1
+
+
+class Filler(nn.Module):
+    def forward(self, m):
+        if isinstance(m, nn.Linear):
+            nn.init.ones_(m.weight)
+            nn.init.zeros_(m.bias)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("stage", STAGES)
+def test_init_fn_is_not_kept(stage):
+    """It may hold a checkpoint; and it may be a Module."""
+    fill = Filler()
+    model = STAGES[stage](on_meta(nn.Linear, 3, 3), init_fn=fill)
+    assert all((value == 1).all() for name, value in model.full_parameters() if name == "weight")
+    assert fill not in set(model.modules())
+    alive = weakref.ref(fill)
+    del fill
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("stage, W", [*product(STAGES, (1, 3)), ("zero3 uncut", 3)])
