@@ -330,8 +330,8 @@ SENTENCES = """
 ddp 3, loss: Each rank has the loss of its own sample: 18, 33, 15. Next comes loss.backward()
 ddp 2, backward-the-root: Meanwhile the gradients of block 3, block 2, block 1 and block 0 are under
 zero1 2, zero_grad: The step is over: each rank has sent 20 elements.
-zero2 2, wait-reduce-the-bucket-from-blocks.3-on: (The gradients of block 2, which are sent next, ha
-zero2 2, wait-reduce-the-bucket-from-blocks.3-on: next, have been multiplied by 1/2 by now.)
+zero2 2, wait-reduce-the-bucket-from-blocks.3-on: Only one bucket is under way at a time, so the ra
+zero2 2, wait-reduce-the-bucket-from-blocks.3-on: sent is of no use any more.
 zero3 2, start-unshard-blocks.1-again: each rank sends the chunk that it owns to the other rank. Thi
 zero3 2, start-unshard-blocks.1-again: This is the second time in this step, as it was freed in the
 zero3 3, free-blocks.0: Block 0 has done its part, and block 2 has to be gathered. Beside the root o
@@ -347,6 +347,8 @@ def test_page_says_what_happens(page):
         open_page(page, f"mode={mode}&ranks={W}&event={event}")
         [text, _] = texts_of(page, "#events p")
         assert sentence in text, text
+    open_page(page, "mode=zero2&ranks=2&event=wait-reduce-the-bucket-from-the-root-on")
+    assert texts_of(page, "#events p")[0].startswith("Each rank"), "no bucket is sent after it"
     labels = texts_of(page, ".rank:first-of-type .long")
     assert labels == ["parameters", "gradients", "Adam: average", "Adam: squares"]
     heads = ", ".join(texts_of(page, "#took thead th"))
