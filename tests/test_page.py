@@ -343,12 +343,12 @@ zero3 3, free-blocks.1-again: The backward is over. What was gathered of block 1
 
 def test_page_says_what_happens(page):
     """Some sentences, labels and headings, word by word."""
+    open_page(page, "mode=zero2&ranks=2&event=wait-reduce-the-bucket-from-the-root-on")
+    assert texts_of(page, "#events p")[0].startswith("Each rank"), "no bucket is sent after it"
     for mode, W, event, sentence in re.findall(r"(\w+) (\d), ([\w.-]+): (.*)", SENTENCES):
         open_page(page, f"mode={mode}&ranks={W}&event={event}")
         [text, _] = texts_of(page, "#events p")
         assert sentence in text, text
-    open_page(page, "mode=zero2&ranks=2&event=wait-reduce-the-bucket-from-the-root-on")
-    assert texts_of(page, "#events p")[0].startswith("Each rank"), "no bucket is sent after it"
     labels = texts_of(page, ".rank:first-of-type .long")
     assert labels == ["parameters", "gradients", "Adam: average", "Adam: squares"]
     heads = ", ".join(texts_of(page, "#took thead th"))
