@@ -837,8 +837,8 @@ class TorchOptions:
                 held.append(slot)
                 slot.bucket.unreduced.add(slot)
         super()._prepare_for_backward(task)  # which may refuse, and then gradients stay as they are
-        for slot in held:
-            if self._has_averaged:
+        if self._has_averaged:
+            for slot in held:
                 slot.parameter.grad.div_(growth)
         self._has_averaged = False
 

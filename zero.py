@@ -635,7 +635,7 @@ class PlainZero2(PlainZero1):
 #   block 3         .  .  +  #          #  .  .  .    two stay: the backward begins with them.
 #
 #   _started_last   1  2  3  3          2  1  0  0    When a block is used, the one after it on the
-#   to start        2  1  0  0          2  1  0  0    way is started. So many are left then.
+#   len(_to_start)  2  1  0  0          2  1  0  0    way is started; then both are as here.
 
 
 class PlainZero3(PlainZero2):
@@ -701,7 +701,7 @@ class PlainZero3(PlainZero2):
         self._to_start.pop(0)
 
     def _provide_memory(self, unit):
-        """In new memory. First free all but the root and the unit that was started last."""
+        """New memory. First free all but the root and the unit that was started last."""
         for other in self._units:
             is_kept = other is self._root or other is self._started_last
             if other.is_current and not is_kept:
@@ -891,9 +891,9 @@ class UnevenForwards(UnevenRanks):
             slot.shard.grad.data = slot.bucket.place_of_mean(slot).add_(slot.shard.grad)
 
     def _earlier(self, bucket):
-        """If the stage does not find them, because a script has replaced some `.grad`, or because
-        this is stage 1: [a copy of what they hold, with zeros where one is None]. Each stays the
-        same `.grad`, and gets the new sum."""
+        """As the stage, if it has the means of before. It has not where a script has replaced some
+        `.grad`, and in stage 1, where they were moved: then [a copy of what each `.grad` holds,
+        with zeros where it is None]. Each stays the same object, and gets the new sum."""
         held = [slot for slot in bucket.slots if slot.shard.grad is not None]
         if all(self._is_home(slot) for slot in held):
             earlier = super()._earlier(bucket)
