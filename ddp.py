@@ -143,14 +143,16 @@ class Bucket:
         gradients    a a a a a a - - b b - -    n = 12; a starts at 0, b at 8
 
         slots        one for each parameter
-        gradients    the flat buffer, of n elements or a few more, so that it can be cut into
-                     chunks of one size; or None while there is no memory for it
+        gradients    the flat buffer, of n elements or a few more, a multiple of `multiple`, so that
+                     it can be cut into chunks of one size; or None while there is no memory for it
         unreduced    the slots whose gradient is in the buffer, and has yet to be summed over ranks
         reduction    of `gradients`, started last: a reduce-scatter or an all-reduce
     """
 
-    def __init__(self, parameters, names, align=1):
+    def __init__(self, parameters, names, align=1, multiple=1):
         self.slots, self.n, self.unreduced = [], 0, set()
+        self.multiple = multiple
+        self.reduce_dtype, self.device = parameters[0].dtype, parameters[0].device
         for p in parameters:
             packed = torch.empty_like(p, device="meta")  # has p's order of dimensions, and no gaps
             slot = Slot(self, p, names[p], p.shape, packed.stride(), self.n, shard=p)
@@ -173,6 +175,9 @@ class Bucket:
         """The part of `gradients` that is a parameter's, in its shape. `.data` gives it its own
         _version: views of one buffer share theirs, and autograd would take a write to one for a
         write to all."""
+        if self.gradients is None:
+            n = round_up(self.n, self.multiple)
+            self.gradients = torch.empty(n, dtype=self.reduce_dtype, device=self.device)
         return self.view(slot, self.gradients).data
 
     def put(self, slot):
@@ -185,13 +190,26 @@ class Bucket:
         self.unreduced.add(slot)
 
 
+def in_order_of_use(things: list, used) -> list:
+    """things, in the order of used, where the last time counts. One that is not there stays right
+    after the one before it in things."""
+    last = {thing: place for place, thing in enumerate(used)}
+    places = []
+    place = -1
+    for thing in things:
+        place = last.get(thing, place)
+        places.append((place, thing))
+    places.sort(key=lambda pair: pair[0])
+    return [thing for _, thing in places]
+
+
 def fill_buckets(parameters: list[torch.nn.Parameter], cap_bytes: float,
                  first_bytes: float = 2**20) -> list[list[torch.nn.Parameter]]:
     """Divide parameters, in this order, into lists: the buckets. -> the lists in the order in which
     they were closed, then those that are still open, in the order in which they were opened.
 
-    A list has parameters of one kind: one device, one dtype, all trained or all frozen. Each kind
-    has a list of its own that is filling; a parameter of another kind does not close it.
+    A list has parameters of one kind: one device, one dtype. Each kind has a list of its own that
+    is filling; a parameter of another kind does not close it.
     A parameter that would bring its list above the limit, in bytes, closes it, and opens the next
     one. The limit is first_bytes until the first list is closed, so that communication starts
     early. After that it doubles with every list that is closed, of whichever kind, up to cap_bytes.
@@ -201,7 +219,7 @@ def fill_buckets(parameters: list[torch.nn.Parameter], cap_bytes: float,
     full = []
     filling = {}  # {kind: a list}
     for p in parameters:
-        kind = p.device, p.dtype, p.requires_grad
+        kind = p.device, p.dtype
         limit = min(first_bytes * 2**len(full), cap_bytes)
         others = filling.get(kind, [])
         if others and sum(q.nbytes for q in others) + p.nbytes > limit:
@@ -305,12 +323,13 @@ class Backward:
         to_come       slots whose gradient it has yet to bring
         to_launch     buckets that are yet to be reduced, in order
         reducing      the bucket whose reduction was started last, and not yet finished, or None
+        came          {slot: None}: those whose gradient has come, in this order
     """
 
     def __init__(self, task, is_averaging, to_come, to_launch):
         self.task, self.is_averaging = task, is_averaging
         self.to_come, self.to_launch = to_come, to_launch
-        self.reducing = None
+        self.reducing, self.came = None, {}
 
 
 class Reducer(Wrapper):
@@ -327,14 +346,20 @@ class Reducer(Wrapper):
     when the next bucket is launched, by `_finish_reduction(bucket)`. Its construction ends with
     `_track`. A backward brings a gradient of every trained parameter, on all ranks.
 
-        _buckets   of the trained parameters, in the order in which a backward fills them
-        _slots     {parameter, a frozen one too: its slot}, in the order of the module
-        _trained   slots of those that get gradients, in that order
-        _backward  the `Backward` under way, or None
+    The first backward that averages shows in which order gradients come. Before it a module's order
+    of registration is the guess, which is wrong where an embedding is registered last. By
+    `_learn_order(came)` a subclass takes the order that was seen.
+
+        _buckets      of the trained parameters, in the order in which a backward completes them
+        _slots        {parameter, a frozen one too: its slot}, in the order of the module
+        _trained      slots of those that get gradients, in that order
+        _backward     the `Backward` under way, or None
+        _knows_order  whether that order was learned
     """
 
     require_backward_grad_sync = True  # no_sync() changes it
     _backward = None
+    _knows_order = False
 
     # ---- the first sign of a backward
 
@@ -362,6 +387,7 @@ class Reducer(Wrapper):
         bucket, and launch the buckets that are ready."""
         slot = self._slots[p]
         self._backward.to_come.discard(slot)
+        self._backward.came[slot] = None
         self._put(slot)
         self._launch_ready_buckets()
 
@@ -406,13 +432,17 @@ class Reducer(Wrapper):
     @torch.no_grad()
     def _finalize_backward(self):
         """The engine's callback after a backward."""
-        assert not self._backward.to_launch, "a backward brings a gradient of every parameter"
-        if self._backward.is_averaging:
+        backward = self._backward
+        assert not backward.to_launch, "a backward brings a gradient of every parameter"
+        if backward.is_averaging:
             self._wait_for_buckets()
             self._give_means(self._trained)
             for bucket in self._buckets:
                 bucket.unreduced.clear()
         self._backward = None
+        if backward.is_averaging and not self._knows_order:
+            self._learn_order(backward.came)
+            self._knows_order = True
 
     def _wait_for_buckets(self):
         self._finish_last()
@@ -441,6 +471,16 @@ class Reducer(Wrapper):
 
     def _track(self, buckets, frozen=()):
         """From now on move gradients into buckets. frozen: those of parameters without any."""
+        self._take_buckets(buckets, frozen)
+        for slot in self._trained:
+            p = slot.parameter
+            if not p.is_cpu:
+                self.exposed_s = math.nan
+            self._add_hook(p.register_hook, weakly(self._notice_backward))
+            mark_param_ready = weakly(self._mark_param_ready)
+            self._add_hook(p.register_post_accumulate_grad_hook, mark_param_ready)
+
+    def _take_buckets(self, buckets, frozen=()):
         self._buckets = buckets
         slots = {}
         for bucket in (*buckets, *frozen):
@@ -452,13 +492,6 @@ class Reducer(Wrapper):
         in_order = first_names(self._named("parameters"))
         self._slots = {p: slots[p] for p in in_order if p in slots}
         self._trained = [slot for slot in self._slots.values() if slot.bucket in buckets]
-        for slot in self._trained:
-            p = slot.parameter
-            if not p.is_cpu:
-                self.exposed_s = math.nan
-            self._add_hook(p.register_hook, weakly(self._notice_backward))
-            mark_param_ready = weakly(self._mark_param_ready)
-            self._add_hook(p.register_post_accumulate_grad_hook, mark_param_ready)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -516,6 +549,18 @@ class PlainDDP(Reducer):
             with self._waiting(f"reduce {bucket}"):
                 bucket.reduction.wait()
 
+    # ---- after the first step
+
+    def _learn_order(self, came):
+        """Fill new buckets, in the order in which gradients have come. `.grad` stays in the old
+        ones: `put` takes it from there."""
+        in_order = in_order_of_use(self._trained, came)
+        parameters = [slot.parameter for slot in in_order]
+        names = {slot.parameter: slot.fqn for slot in in_order}
+        for bucket in self._buckets:
+            bucket.slots.clear()  # frees it
+        self._take_buckets(self._fill_buckets(parameters, names))
+
     # ---- construction
 
     def __init__(self, module: torch.nn.Module, process_group: Group = None,
@@ -533,14 +578,15 @@ class PlainDDP(Reducer):
             self._refuse(f"needs all parameters and buffers on one device, not on meta: {devices}")
         if init_sync:
             broadcast([*names, *self._buffers_at_first()], self.process_group)
-        buckets = []
-        for parameters in fill_buckets(trained[::-1], self.bucket_cap_mb * 2**20):
-            bucket = Bucket(parameters, names)
-            multiple = self.world_size * ALIGN_CHUNK_BYTES // parameters[0].itemsize
-            bucket.gradients = parameters[0].new_zeros(round_up(bucket.n, multiple))
-            buckets.append(bucket)
         self._gathering = []  # buckets whose all-gather is under way
-        self._track(buckets)
+        self._track(self._fill_buckets(trained[::-1], names))
+
+    def _fill_buckets(self, parameters, names):
+        buckets = []
+        for some in fill_buckets(parameters, self.bucket_cap_mb * 2**20):
+            multiple = self.world_size * ALIGN_CHUNK_BYTES // some[0].itemsize
+            buckets.append(Bucket(some, names, multiple=multiple))
+        return buckets
 
     def _buffers_at_first(self):  # a joint
         """Those that start with rank 0's values."""
@@ -573,8 +619,8 @@ class UnevenRanks:
     `grad is None`. So ranks count by how many each is used: one all-reduce of a number for each,
     and of one more, by which they see whether they average the same backwards.
 
-        _accumulate_grad  {slot: the node of the graph that adds to `.grad`}: autograd can tell
-                          whether a backward will reach it. It would make another one for each
+        _accumulate_grad  {parameter: the node of the graph that adds to `.grad`}: autograd can
+                          tell whether a backward will reach it. It would make another one for each
                           backward if nobody kept it
         _unread_counts    (a `Count`, own history, own checksum), or None
     """
@@ -633,7 +679,7 @@ class UnevenRanks:
             # Of p itself: a class of its own would be asked for a view of p, and get another node.
             with torch._C.DisableTorchFunctionSubclass():
                 edge = torch.autograd.graph.get_gradient_edge(slot.parameter)
-                self._accumulate_grad[slot] = edge.node
+                self._accumulate_grad[slot.parameter] = edge.node
 
     def _prepare_for_backward(self, task):
         self._check_counts()
@@ -645,7 +691,8 @@ class UnevenRanks:
         question raises. It should: that writes no `.grad`, so nothing would be averaged.)"""
         backward = super()._new_backward(task)
         if backward.is_averaging:
-            for slot, node in self._accumulate_grad.items():
+            for slot in self._trained:
+                node = self._accumulate_grad[slot.parameter]
                 if not torch._C._will_engine_execute_node(node):
                     backward.to_come.discard(slot)
             if not backward.to_come:
@@ -675,6 +722,20 @@ class UnevenRanks:
             if slot not in bucket.unreduced:
                 self._put(slot)
         super()._launch(bucket)
+
+    def _learn_order(self, came):
+        super()._learn_order(self._of_rank_0(self._trained, came))
+
+    def _of_rank_0(self, things, some):
+        """some of things, in rank 0's order: the ranks may have used others, in another order, and
+        have to make collectives in one. Costs a broadcast of 8 bytes for each of things, once."""
+        self._check_counts()  # before this can meet that of another wrapper
+        numbers = [things.index(thing) for thing in some]
+        numbers += [-1] * (len(things) - len(numbers))
+        numbers = torch.tensor(numbers, device=self._trained[0].parameter.device)
+        with self._waiting("agree on the order of use"):
+            dist.broadcast(numbers, group_src=0, group=self.process_group)
+        return [things[number] for number in numbers.tolist() if number >= 0]
 
     @torch.no_grad()
     def _finalize_backward(self):
@@ -820,7 +881,7 @@ class TorchOptions:
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
-            device = self._buckets[0].gradients.device
+            device = self._trained[0].parameter.device
             (inputs,), (kwargs,) = dist.utils._to_kwargs(inputs, kwargs, device, False)
         return super().forward(*inputs, **kwargs)
 
@@ -945,6 +1006,7 @@ class GradBucket:
         self._buffer = bucket.gradients[:bucket.n]
 
     def index(self):
+        """In the order of launches. As with torch's, the first step's buckets are other ones."""
         return self._buckets.index(self._bucket)
 
     def is_last(self):

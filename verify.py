@@ -1067,7 +1067,7 @@ def traffic_is_the_formulas(wrapper):
     """
     share = 1 - 1 / dist.get_world_size()
     n = 8
-    x = torch.ones(3, 48)
+    x = torch.ones(3, 48, requires_grad=True)  # or autograd saves no weight of the first unit
     unit = 4 * 48 * 48  # bytes
     root = 4 * 4096
     psi = n * unit + root

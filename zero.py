@@ -69,7 +69,7 @@ from torch.utils._pytree import tree_map
 
 from ddp import (ALIGN_CHUNK_BYTES, Bucket, HierarchicalState, Reducer, UnevenRanks,
                  add_in_rank_order, broadcast, bucket_bytes, fill_buckets, first_names, in_backward,
-                 named_modules, named_tensors, round_up, start_all_gather, start_all_reduce,
+                 in_order_of_use, named_modules, named_tensors, round_up, start_all_gather, start_all_reduce,
                  start_reduce_scatter, weakly)
 from guards import ShardGuards
 
@@ -161,10 +161,10 @@ class ShardedBucket(Bucket):
     cuts = None  # where chunks 1 to W-1 begin; None: at equal distances. See `OwnedBucket`
 
     def __init__(self, unit, parameters, dtypes, sharding):
-        self.unit, self.rank, self.device = unit, sharding.rank, sharding.device
-        self.dtype, self.param_dtype, self.reduce_dtype = dtypes
         itemsize = min(dtype.itemsize for dtype in dtypes)  # so alignment holds in all of them
         super().__init__(parameters, sharding.names, ALIGN_BYTES // itemsize)
+        self.unit, self.rank, self.device = unit, sharding.rank, sharding.device
+        self.dtype, self.param_dtype, self.reduce_dtype = dtypes
         self.n = max(1, self.n)  # some memory also for parameters without elements
         ends = self.lay_out(sharding.W, ALIGN_CHUNK_BYTES // itemsize)
         self.first, self.end = ends[self.rank], ends[self.rank + 1]  # of this rank's chunk
@@ -228,12 +228,6 @@ class ShardedBucket(Bucket):
                 slot.parameter.data = nan.expand(slot.shape)
 
     # ---- gradients
-
-    def place_of_gradient(self, slot):
-        """As `Bucket`; allocate `gradients` if it is None."""
-        if self.gradients is None:
-            self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
-        return super().place_of_gradient(slot)
 
     def put(self, slot):
         """Move the parameter's `.grad` into its place in `gradients`, and set it to None, so that
@@ -316,8 +310,11 @@ class Unit:
 class Stage(Reducer):
     """A module in units, whose parameters are in buckets, of which the optimizer gets shards.
 
-        _units, _root  the root is the first
-        _shards        {a shard}: of all parameters
+        _units   in the order in which forwards use them, the root first; until `_learn_order` in
+                 that in which the module has registered them
+        _root    the first
+        _used    those that the last forward has used, in the order of their first use
+        _shards  {a shard}: of all parameters
     """
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None,
@@ -330,7 +327,7 @@ class Stage(Reducer):
         self._full_parameters_tag = self._first_tag + 1
         modules = find_units(module) if units is None else units
         self._units = divide_into_units(self, modules, self._first_tag + 2)
-        self._root = self._units[0]
+        self._root, self._used = self._units[0], []
         self._sharding = Sharding(first_names(self._named("parameters")), self.shard_size,
                                   dist.get_rank(self.shard_group), self._device)
         self._build_buckets()
@@ -368,9 +365,10 @@ class Stage(Reducer):
     def _buckets_of(self, unit, parameters):  # a joint
         most_bytes = bucket_bytes(self.shard_size)
         buckets = []
-        for some in fill_buckets(parameters, most_bytes, first_bytes=most_bytes):
-            dtypes = self._dtypes_of(some[0].dtype)
-            buckets.append(ShardedBucket(unit, some, dtypes, self._sharding))
+        for alike in trained_and_frozen(parameters):
+            for some in fill_buckets(alike, most_bytes, first_bytes=most_bytes):
+                dtypes = self._dtypes_of(some[0].dtype)
+                buckets.append(ShardedBucket(unit, some, dtypes, self._sharding))
         return buckets
 
     def _dtypes_of(self, dtype):  # a joint
@@ -473,6 +471,7 @@ class PlainZero1(Stage):
         if in_backward():
             self._notice_backward()
         elif module is self.module:
+            self._used.clear()
             self._begin_forward(self._units)
         self._use(unit)
 
@@ -501,6 +500,8 @@ class PlainZero1(Stage):
 
     def _use(self, unit):
         """From here on unit's parameters have values."""
+        if unit not in self._used:
+            self._used.append(unit)
         self._unshard(unit)
         self._wait_for_unshard(unit)
 
@@ -568,6 +569,14 @@ class PlainZero1(Stage):
 
     def _give_mean(self, slot):
         slot.shard.grad = slot.bucket.place_of_mean(slot)
+
+    # ---- after the first step
+
+    def _learn_order(self, came):
+        """From now on launch buckets in the order in which their last gradients have come, and
+        gather units in the order in which the forward has used them."""
+        self._buckets = in_order_of_use(self._buckets, [slot.bucket for slot in came])
+        self._units = in_order_of_use(self._units, self._used)
 
     # ---- a step
 
@@ -651,6 +660,9 @@ class PlainZero3(PlainZero2):
 
         _started_last      the last unit on the way that was started: it is gathered, or current
         _to_start          the units that come after it on the way
+        _way_back          the units that a backward uses, in this order: at first all, from the
+                           last one back; after `_learn_order` those of which it asks for weights
+        _asked_for         those of which the last backward has, in the order of the first time
         _bucket_at_memory  {memory, by its `_cdata`: the bucket whose whole parameters are there}
     """
 
@@ -658,6 +670,7 @@ class PlainZero3(PlainZero2):
         self._started_last, self._to_start = None, []
         self._bucket_at_memory = {}
         super().__init__(*arguments, **options)
+        self._way_back, self._asked_for = self._units[:0:-1], []
 
     def _keep_parameters(self, bucket, values):
         """Keep only the own chunk, in memory of its own."""
@@ -673,18 +686,27 @@ class PlainZero3(PlainZero2):
         """Before unit's forward, and when the backward asks for one of its weights: as stage 1.
         Then start the next one on the way, unless this was done at an earlier use."""
         super()._use(unit)
+        if self._backward is not None and unit not in self._asked_for:
+            self._asked_for.append(unit)
         if unit is self._started_last and self._to_start:
             self._start_next()
 
     def _prepare_for_backward(self, task):
         """The root is used first here, too, and stays whole to the end."""
         super()._prepare_for_backward(task)
-        self._started_last, self._to_start = self._root, [*reversed(self._units[1:])]
+        self._started_last, self._to_start = self._root, list(self._way_back)
+        self._asked_for.clear()
         self._use(self._root)
 
     def _finalize_backward(self):
         super()._finalize_backward()
         self._reshard_all()
+
+    def _learn_order(self, came):
+        """The backward does not ask for weights of which autograd has saved none: those of an
+        embedding, or of a first layer."""
+        super()._learn_order(came)
+        self._way_back = [unit for unit in self._asked_for if unit is not self._root]
 
     def _end_forward(self):
         """After one that only evaluates no backward comes, which would need what is whole now."""
@@ -905,6 +927,10 @@ class UnevenForwards(UnevenRanks):
             slot.shard.grad.data = bucket.place_of_mean(slot)
         return [together]
 
+    def _learn_order(self, came):
+        self._used = self._of_rank_0(self._units, self._used)
+        super()._learn_order(came)
+
     def _finalize_backward(self):
         """Note whether a step may follow."""
         super()._finalize_backward()
@@ -995,6 +1021,16 @@ class UnevenOrder(UnevenForwards):
         """Start also what only other ranks use."""
         while self._to_start:
             self._start_next()
+
+    def _learn_order(self, came):
+        """What rank 0 has not used at all stays on the way back: other ranks may ask for it."""
+        way_back = []
+        for unit in reversed(self._units):
+            if unit in self._asked_for or unit not in self._used:
+                way_back.append(unit)
+        way_back = in_order_of_use(way_back, self._asked_for)
+        self._asked_for = self._of_rank_0(self._units, way_back)
+        super()._learn_order(came)
 
     def _start_next(self):
         """In a backward, launch the buckets that only waited for this."""
@@ -1196,11 +1232,30 @@ class Uncut:
         cut = [p for p in parameters if p not in self._uncut]
         uncut = [p for p in parameters if p in self._uncut]
         buckets = super()._buckets_of(unit, cut)
-        for some in fill_buckets(uncut, math.inf, math.inf):
-            owners = choose_owners(some, self._loads[some[0].requires_grad])
-            dtypes = self._dtypes_of(some[0].dtype)
-            buckets.append(OwnedBucket(owners, unit, some, dtypes, self._sharding))
+        for alike in trained_and_frozen(uncut):
+            for some in fill_buckets(alike, math.inf, math.inf):
+                owners = choose_owners(some, self._loads[some[0].requires_grad])
+                dtypes = self._dtypes_of(some[0].dtype)
+                buckets.append(OwnedBucket(owners, unit, some, dtypes, self._sharding))
         return buckets
+
+    def _track(self, buckets, frozen):
+        super()._track(self._uncut_last(buckets), frozen)
+
+    def _learn_order(self, came):
+        super()._learn_order(came)
+        self._buckets = self._uncut_last(self._buckets)
+
+    def _uncut_last(self, buckets):
+        """buckets, but in a block uncut matrices come after what else it has: that is small, such
+        as norms, and each launch waits for the bucket before."""
+        ordered = list(buckets)
+        for bucket in buckets:
+            if bucket.cuts is not None and bucket.unit is not self._root:
+                of_unit = [other for other in ordered if other.unit is bucket.unit]
+                ordered.insert(ordered.index(of_unit[-1]) + 1, bucket)
+                ordered.remove(bucket)  # where it was
+        return ordered
 
     def _give_mean(self, slot):
         """Where another rank owns the parameter, `.grad` is None, so that every optimizer leaves
@@ -1398,8 +1453,9 @@ def find_units(module: nn.Module) -> list[nn.Module]:
 
 
 def divide_into_units(stage, modules, first_tag):
-    """[Unit]: the root, and one for each of modules, in the order in which they are registered.
-    Each submodule and each parameter of stage's module belongs to one of them."""
+    """[Unit]: the root, and one for each of modules that has parameters of its own, in the order in
+    which they are registered. Each submodule and each parameter of stage's module belongs to one
+    of them."""
     names = first_names(named_modules(stage.module))
     modules = set(modules)
     for m in modules:
@@ -1419,37 +1475,36 @@ def divide_into_units(stage, modules, first_tag):
             for part in parts:
                 unit_of[part] = root if part in unit_of else unit
     for m in names:
-        unit = unit_of.get(m, root)
-        unit.submodules.append(m)
-        if unit is root:  # its parameters belong there, even if a unit shares them
+        if unit_of.get(m, root) is root:  # its parameters belong there, even if a unit shares them
             for p in m._parameters.values():
                 unit_of[p] = root
     for p in first_names(stage._named("parameters")):
         unit_of[p].parameters.append(p)
+    units = [unit for unit in units if unit.parameters or unit is root]
+    for m in names:
+        unit = unit_of.get(m)
+        (unit if unit in units else root).submodules.append(m)
     return units
 
 
+def trained_and_frozen(parameters):
+    """([those that are trained], [the others])."""
+    trained = [p for p in parameters if p.requires_grad]
+    frozen = [p for p in parameters if not p.requires_grad]
+    return trained, frozen
+
+
 def order_of_backward(units, parameters):
-    """(the buckets with trained parameters, in the order in which a backward, which starts at the
-    end of the module, completes them; the others). parameters: of the module, in its order."""
+    """(the buckets with trained parameters, in the order in which a backward completes them if the
+    module uses its parameters as it has registered them; the others). parameters: in that order."""
     places = {p: place for place, p in enumerate(parameters)}
-    root = units[0]
-    trained = []  # [(what to sort by, bucket)]
-    frozen = []
-    for unit in units:
-        for bucket in unit.buckets:
-            first = min(places[slot.parameter] for slot in bucket.slots)
-            is_last = bucket.cuts is not None and unit is not root
-            if is_last:
-                # In a block uncut matrices come after all its other buckets. Those have small
-                # parameters, such as norms, and a bucket waits for the one before it.
-                first = min(places[p] for p in unit.parameters)
-            if bucket.slots[0].parameter.requires_grad:
-                trained.append(((first, not is_last), bucket))
-            else:
-                frozen.append(bucket)
-    trained.sort(key=lambda pair: pair[0], reverse=True)
-    return [bucket for _, bucket in trained], frozen
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    buckets.sort(key=lambda bucket: min(places[slot.parameter] for slot in bucket.slots))
+    trained, frozen = [], []
+    for bucket in reversed(buckets):
+        is_trained = bucket.slots[0].parameter.requires_grad
+        (trained if is_trained else frozen).append(bucket)
+    return trained, frozen
 
 
 def unless_compiling(hook):

@@ -158,7 +158,7 @@ def test_plain_memory_on_three_ranks(stage):
 @pytest.mark.parametrize("wrapper", PLAIN)
 def test_plain_traffic(wrapper):
     n = 8
-    x = torch.ones(3, 48)
+    x = torch.ones(3, 48, requires_grad=True)  # or autograd saves no weight of the first unit
     unit, root = 48 * 48, 4096
     psi = n * unit + root
     received = []
