@@ -25,8 +25,8 @@ from zero import cast_floats, Zero2
 
 @pytest.mark.ranks(2, 3)
 def test_ddp_keeps_one_gradient():
-    """`.grad` is a view of a bucket, in every step the same memory; gradients take the bytes of the
-    parameters and not more; a dropped wrapper and its module leave nothing."""
+    """`.grad` is a view of a bucket, from the second step on the same memory; gradients take the
+    bytes of the parameters and not more; a dropped wrapper and its module leave nothing."""
     before = live_bytes()
     module = fresh("odd")
     model = our_ddp(module, bucket_cap_mb=0.005)
@@ -47,7 +47,7 @@ def test_ddp_keeps_one_gradient():
             assert module.inner.weight.grad is kept, "`.grad` is another object"
         kept = module.inner.weight.grad
         model.zero_grad(set_to_none=step != 2)
-    assert all(place == places[0] for place in places), f"other memory: {places}"
+    assert all(place == places[1] for place in places[1:]), f"other memory: {places}"
     plain = fresh("odd")
     plain(torch.ones(3, 5), 0).backward()
     model(torch.ones(3, 5), dist.get_rank()).backward()  # rank 0 alone uses what is used sometimes
@@ -133,8 +133,9 @@ def test_ddp_goes_at_once(wrapper):
     module = small_gpt()
     model = WRAPPERS[wrapper](module)
     idx = torch.zeros(1, 16, dtype=torch.int64)
-    _, loss = model(idx, idx)
-    loss.backward()
+    for _ in range(2):  # the second one fills new buckets
+        _, loss = model(idx, idx)
+        loss.backward()
     buffers = [weakref.ref(bucket.gradients) for bucket in model._buckets]
     module.zero_grad(set_to_none=True)
     gc.disable()
