@@ -481,6 +481,7 @@ class Reducer(Wrapper):
             self._add_hook(p.register_post_accumulate_grad_hook, mark_param_ready)
 
     def _take_buckets(self, buckets, frozen=()):
+        """As `_track`, whose hooks stay."""
         self._buckets = buckets
         slots = {}
         for bucket in (*buckets, *frozen):
@@ -553,13 +554,12 @@ class PlainDDP(Reducer):
 
     def _learn_order(self, came):
         """Fill new buckets, in the order in which gradients have come. `.grad` stays in the old
-        ones: `put` takes it from there."""
-        in_order = in_order_of_use(self._trained, came)
-        parameters = [slot.parameter for slot in in_order]
+        ones, until `put` takes it from there: so no more memory is needed at once."""
+        in_order = in_order_of_use(self._trained[::-1], came)
         names = {slot.parameter: slot.fqn for slot in in_order}
         for bucket in self._buckets:
-            bucket.slots.clear()  # frees it
-        self._take_buckets(self._fill_buckets(parameters, names))
+            bucket.slots.clear()  # so that it goes
+        self._take_buckets(self._fill_buckets(names))
 
     # ---- construction
 
@@ -579,11 +579,12 @@ class PlainDDP(Reducer):
         if init_sync:
             broadcast([*names, *self._buffers_at_first()], self.process_group)
         self._gathering = []  # buckets whose all-gather is under way
-        self._track(self._fill_buckets(trained[::-1], names))
+        self._track(self._fill_buckets({p: names[p] for p in trained[::-1]}))
 
-    def _fill_buckets(self, parameters, names):
+    def _fill_buckets(self, names):
+        """names: {parameter: its name}, in the order in which a backward completes them."""
         buckets = []
-        for some in fill_buckets(parameters, self.bucket_cap_mb * 2**20):
+        for some in fill_buckets(list(names), self.bucket_cap_mb * 2**20):
             multiple = self.world_size * ALIGN_CHUNK_BYTES // some[0].itemsize
             buckets.append(Bucket(some, names, multiple=multiple))
         return buckets
@@ -730,12 +731,13 @@ class UnevenRanks:
         """some of things, in rank 0's order: the ranks may have used others, in another order, and
         have to make collectives in one. Costs a broadcast of 8 bytes for each of things, once."""
         self._check_counts()  # before this can meet that of another wrapper
-        numbers = [things.index(thing) for thing in some]
-        numbers += [-1] * (len(things) - len(numbers))
-        numbers = torch.tensor(numbers, device=self._trained[0].parameter.device)
+        number_of = {thing: number for number, thing in enumerate(things)}
+        numbers = [number_of[thing] for thing in some]
+        none = [-1] * (len(things) - len(numbers))  # all ranks send, or get, as many
+        message = torch.tensor(numbers + none, device=self._trained[0].parameter.device)
         with self._waiting("agree on the order of use"):
-            dist.broadcast(numbers, group_src=0, group=self.process_group)
-        return [things[number] for number in numbers.tolist() if number >= 0]
+            dist.broadcast(message, group_src=0, group=self.process_group)
+        return [things[number] for number in message.tolist() if number >= 0]
 
     @torch.no_grad()
     def _finalize_backward(self):

@@ -1170,6 +1170,113 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
     assert live_bytes() - before <= 4096, f"{live_bytes() - before} bytes are left"
 
 
+class Registered(nn.Module):
+    """An embedding and six blocks of its size. It uses its parts in the order of USE, and has
+    registered them in that of names."""
+
+    USE = ("first", "down_0", "down_1", "middle_0", "middle_1", "up_0", "up_1")
+    WIDTH = 64
+
+    def __init__(self, names):
+        super().__init__()
+        parts = {"first": nn.Embedding(self.WIDTH, self.WIDTH)}
+        for name in self.USE[1:]:
+            parts[name] = nn.Linear(self.WIDTH, self.WIDTH, bias=False)
+        for name in names:
+            self.add_module(name, parts[name])
+
+    def units(self):
+        return [self.get_submodule(name) for name in self.USE[1:]]
+
+    def forward(self, idx):
+        x = self.first(idx)
+        for unit in self.units():
+            x = unit(x).tanh()
+        return x.square().mean()
+
+
+IN_ANOTHER_ORDER = {
+    "embedding_last": (*Registered.USE[1:], "first"),
+    "middle_last": ("first", "down_0", "down_1", "up_0", "up_1", "middle_0", "middle_1"),
+    "backwards": Registered.USE[::-1]}
+
+
+def second_step(wrapper, names):
+    """What the second step of `Registered` shows, in which the order of use is known: (elements
+    that a rank receives, messages, the part of the gradients that come after the first bucket was
+    launched, bytes held after a step, bytes more when the last block goes back)."""
+    before = live_bytes()
+    module = Registered(names)
+    block = module.WIDTH**2
+    came, received = [], []
+    for p in module.parameters():
+        p.register_hook(lambda gradient: came.append(gradient.numel()))
+    if wrapper == "ddp":
+        model = DDP(module, bucket_cap_mb=4 * block / 2**20)  # a bucket for each block
+    else:
+        model = STAGES[wrapper](module, units=module.units())
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    bytes_at = {}
+
+    def note(operation, tensors):
+        received.append(tensors[0].numel())
+
+    def note_bytes(*_):
+        bytes_at["backward"] = live_bytes() - before
+
+    def step():
+        model(torch.arange(4)).backward()
+        optimizer.step()
+        bytes_at["step"] = live_bytes() - before
+        optimizer.zero_grad()
+
+    step()
+    hook = module.down_0.register_full_backward_hook(note_bytes)
+    step()
+    hook.remove()
+    launched = []
+    real = model._start_reduction
+
+    def start_reduction(bucket):
+        launched.append(sum(came))
+        real(bucket)
+
+    came.clear()
+    with every_collective(note), mock.patch.object(model, "_start_reduction", start_reduction):
+        step()
+    overlapped = 1 - launched[0] / sum(came)
+    return sum(received), len(received), overlapped, bytes_at["step"], bytes_at["backward"]
+
+
+@check(*grid(W=(2,), wrapper=("ddp", *STAGES), order=IN_ANOTHER_ORDER),
+       *only_full(grid(W=(3, 4), wrapper=("ddp", *STAGES), order=IN_ANOTHER_ORDER)))
+def order_of_use(wrapper, order):
+    """A module that is registered in another order than it is used in sends and holds what it does
+    when registered in order, as the formulas say, and overlaps as much: all gradients but those of
+    the first block come after that was launched. From the second step on, since the first shows the
+    order of use."""
+    W = dist.get_world_size()
+    in_order = second_step(wrapper, Registered.USE)
+    found = second_step(wrapper, IN_ANOTHER_ORDER[order])
+    n, block = len(Registered.USE), Registered.WIDTH**2
+    received, messages, overlapped, after_step, backward = found
+    # The embedding belongs to the root, which stays whole, as the last two blocks.
+    elements = formula_of_traffic(wrapper, 1, still_whole=3 / n) * (1 - 1 / W) * n * block
+    assert 0 <= received - elements <= 16 * n, (  # what ranks agree on are some integers
+        f"a rank receives {received} elements, expected are {elements:.0f}")
+    assert overlapped == 1 - 1 / n, f"{overlapped:.2f} of the gradients come after the first launch"
+    assert found[:3] == in_order[:3], (
+        f"(elements, messages, overlapped): {found[:3]}, registered in order {in_order[:3]}")
+    held = n * block * sum(formula_of_bytes(wrapper, W))
+    # As in `memory_is_the_formulas`.
+    whole = 3 if wrapper == "zero3" else 0
+    keeps_gradients = wrapper in ("ddp", "zero1")
+    more = whole + (1 if keeps_gradients else 2 + 2 * (W - 1) / W) + 0.3
+    assert 0.97 * held <= after_step <= 1.03 * held, f"{after_step} bytes, expected are {held:.0f}"
+    assert backward <= held + 4 * more * block, (
+        f"{backward} bytes in a backward, expected are at most {more:.1f} blocks above {held:.0f}")
+
+
 # Those of this version of torch; not `send`, whose bytes its `recv` counts.
 COLLECTIVES = [name for name in dir(dist.ProcessGroup)
                if re.match("_?(all|broadcast|gather|recv|reduce|scatter)", name)]
@@ -1220,7 +1327,8 @@ PROOF = {
         [stages_are_the_oracles],
     "At W = 2 torch's own wrappers end on the same bits as ours": [bits_of_torch],
     "A rank receives and holds the bytes of the ZeRO paper's formulas":
-        [memory_is_the_formulas, traffic_is_the_formulas]}
+        [memory_is_the_formulas, traffic_is_the_formulas],
+    "So it does, and overlaps as much, in whatever order a module is registered": [order_of_use]}
 
 
 # -------------------------------------------------------------------------------------------------

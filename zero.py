@@ -69,8 +69,8 @@ from torch.utils._pytree import tree_map
 
 from ddp import (ALIGN_CHUNK_BYTES, Bucket, HierarchicalState, Reducer, UnevenRanks,
                  add_in_rank_order, broadcast, bucket_bytes, fill_buckets, first_names, in_backward,
-                 in_order_of_use, named_modules, named_tensors, round_up, start_all_gather, start_all_reduce,
-                 start_reduce_scatter, weakly)
+                 in_order_of_use, named_modules, named_tensors, round_up, start_all_gather,
+                 start_all_reduce, start_reduce_scatter, weakly)
 from guards import ShardGuards
 
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
@@ -670,7 +670,7 @@ class PlainZero3(PlainZero2):
         self._started_last, self._to_start = None, []
         self._bucket_at_memory = {}
         super().__init__(*arguments, **options)
-        self._way_back, self._asked_for = self._units[:0:-1], []
+        self._way_back, self._asked_for = [*reversed(self._units[1:])], []
 
     def _keep_parameters(self, bucket, values):
         """Keep only the own chunk, in memory of its own."""
@@ -981,18 +981,21 @@ class UnevenForwards(UnevenRanks):
 
 
 class UnevenOrder(UnevenForwards):
-    """Before stage 3: a rank may skip units. If any rank calls a unit twice, out of order, or in a
-    second forward before the backward, all ranks must call the same units. Outside of its unit's
-    forward a parameter may be nan; so may the root's outside of the model's.
+    """Before stage 3: a rank may skip units. If any rank calls a unit twice, in another order than
+    rank 0's first step, or in a second forward before the backward, all ranks must call the same
+    units. So they must if a backward asks for weights of a unit of which rank 0's first step had
+    none saved. Outside of its unit's forward a parameter may be nan; so may the root's outside of
+    the model's.
 
     What is freed when depends on the way alone, not on what a rank has used: so it is the same on
     all ranks.
 
         _note_contexts  of the forwards under way: in them autograd's saves become notes
+        _saved          {a unit of which the last forward has weights saved}
     """
 
     def __init__(self, *arguments, **options):
-        self._note_contexts = []
+        self._note_contexts, self._saved = [], set()
         super().__init__(*arguments, **options)
 
     # ---- a rank goes all of the way, as the others do
@@ -1001,6 +1004,7 @@ class UnevenOrder(UnevenForwards):
         """Free what an earlier forward has left: if that raised, this may differ between ranks."""
         for unit in self._units:
             self._reshard(unit)
+        self._saved.clear()
         super()._begin_forward(units)
 
     def _use(self, unit):
@@ -1023,10 +1027,12 @@ class UnevenOrder(UnevenForwards):
             self._start_next()
 
     def _learn_order(self, came):
-        """What rank 0 has not used at all stays on the way back: other ranks may ask for it."""
+        """On the way back stays also what another backward may ask for, or another rank's: a unit
+        of which rank 0 has weights saved, and one that it has not used."""
         way_back = []
         for unit in reversed(self._units):
-            if unit in self._asked_for or unit not in self._used:
+            is_done = unit in self._used and unit not in self._saved
+            if unit in self._asked_for or not is_done:
                 way_back.append(unit)
         way_back = in_order_of_use(way_back, self._asked_for)
         self._asked_for = self._of_rank_0(self._units, way_back)
@@ -1092,6 +1098,7 @@ class UnevenOrder(UnevenForwards):
         hooks around, if there is one."""
         bucket = self._bucket_of(t)
         if bucket is not None:
+            self._saved.add(bucket.unit)
             # Shape and strides do not tell whether t is seen as complex, or conjugated.
             if t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
                 return self._pack(t)
