@@ -553,13 +553,18 @@ class PlainDDP(Reducer):
     # ---- after the first step
 
     def _learn_order(self, came):
-        """Fill new buckets, in the order in which gradients have come. `.grad` stays in the old
-        ones, until `put` takes it from there: so no more memory is needed at once."""
+        """Fill new buckets, in the order in which gradients have come, and move the means there.
+        Each `.grad` stays the same object."""
         in_order = in_order_of_use(self._trained[::-1], came)
         names = {slot.parameter: slot.fqn for slot in in_order}
         for bucket in self._buckets:
-            bucket.slots.clear()  # so that it goes
+            bucket.slots.clear()  # so it goes, and its memory with the last `.grad` that is moved
         self._take_buckets(self._fill_buckets(names))
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                gradient = slot.parameter.grad
+                if gradient is not None:
+                    gradient.data = bucket.place_of_gradient(slot).copy_(gradient)
 
     # ---- construction
 

@@ -483,15 +483,23 @@ def test_wrappers_in_another_order_are_named():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
 def test_wrappers_in_another_order_are_named_on_accelerators(wrapper):
-    """There messages have no tags, in stages neither; the next forward raises."""
+    """There messages have no tags, in stages neither; the next forward raises. So does the first
+    backward that averages, which waits."""
+    x = torch.ones(1, 4)
     with native():
-        models = [WRAPPERS[wrapper](Net()) for _ in range(2)]
-        losses = [model(torch.ones(1, 4)).sum() for model in models]
+        first = [WRAPPERS[wrapper](Net()) for _ in range(2)]
+        losses = [model(x).sum() for model in first]
         rank = dist.get_rank()
+        raises(RuntimeError, "do not belong together, by rank", losses[rank].backward)
+        models = [WRAPPERS[wrapper](Net()) for _ in range(2)]
+        for model in models:
+            model(x).sum().backward()
+            model.zero_grad()
+        losses = [model(x).sum() for model in models]
         losses[rank].backward()
         losses[1 - rank].backward()
         for model in models:
-            raises(RuntimeError, "do not belong together, of two wrap", model, torch.ones(1, 4))
+            raises(RuntimeError, "do not belong together, of two wrap", model, x)
 
 
 def first_column(net, x):
