@@ -11,7 +11,9 @@ Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (
 2006.15704, section 3.2): parameters are divided among buckets of 25 MB, the last parameters first,
 since the backward reaches them first. A hook on each parameter moves its gradient into the bucket's
 flat buffer. A full bucket is multiplied by 1/W, and its sum over ranks is made while the backward
-goes on. A callback at the end of the backward waits for what is still under way.
+goes on. A callback at the end of the backward waits for what is still under way. "The last first"
+is a guess, for the first step. After it parameters are divided anew, in the order in which their
+gradients have come.
 
 How it differs from torch's: the W contributions to an element are added in rank order,
 ((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
@@ -21,7 +23,8 @@ the backward, parameter by parameter: `average_gradients`.
 Cost: 4 Psi bytes of buckets in fp32, which are the gradients (Psi: the number of parameters); 2
 (W-1)/W Psi elements sent per rank and step; at W >= 3 the memory of a bucket, for what arrives. It
 works on any accelerator of torch, on the stream of the forward. (`DDP` sends one number per
-parameter more, to agree on which were used, and one to see that all ranks average the same step.)
+parameter more, to agree on which were used, and one to see that all ranks average the same step;
+once, one for each to agree on their order.)
 
 A backward of one rank of three, buckets 0, 1, 2 of a model whose last parameters are in bucket 0:
 
@@ -346,9 +349,9 @@ class Reducer(Wrapper):
     when the next bucket is launched, by `_finish_reduction(bucket)`. Its construction ends with
     `_track`. A backward brings a gradient of every trained parameter, on all ranks.
 
-    The first backward that averages shows in which order gradients come. Before it a module's order
-    of registration is the guess, which is wrong where an embedding is registered last. By
-    `_learn_order(came)` a subclass takes the order that was seen.
+    Until a backward has averaged, the order in which the module has registered parameters stands in
+    for that of use. It is another one where, say, an embedding is registered last: then its bucket
+    holds all others back. By `_learn_order(came)` a subclass takes the order that was seen.
 
         _buckets      of the trained parameters, in the order in which a backward completes them
         _slots        {parameter, a frozen one too: its slot}, in the order of the module
@@ -623,7 +626,8 @@ class UnevenRanks:
 
     A rank that has no gradient of a parameter sends zeros. One that no rank has used keeps
     `grad is None`. So ranks count by how many each is used: one all-reduce of a number for each,
-    and of one more, by which they see whether they average the same backwards.
+    and of one more, by which they see whether they average the same backwards. The order that the
+    first one shows may differ between ranks: rank 0's is taken.
 
         _accumulate_grad  {parameter: the node of the graph that adds to `.grad`}: autograd can
                           tell whether a backward will reach it. It would make another one for each

@@ -1153,7 +1153,7 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
     held = parameters + gradients + adam
     # Units more: in stage 3 two whole ones and the root. In the backward two units' gradients, and
     # what of each arrives from the other ranks, also of other groups. A forward that is recomputed
-    # is in the backward, where the root's are on the way. Adam's counters and activations are small.
+    # is in the backward, after the root's gradients. Adam's counters and activations are small.
     whole = 3 if stage == "zero3" else 0
     arrives = (W - 1) / W
     on_the_way = 1 if keeps_gradients else 2 + 2 * arrives

@@ -651,9 +651,10 @@ class PlainZero3(PlainZero2):
     """P_os+g+p: each rank keeps also only its 1/W of the parameters.
 
     Beside the root, which stays, two units are whole: the one in use and the next one on the way,
-    which leads through the units in the forward, and back in the backward. Before a third one is
-    gathered all others are freed. What autograd would save of a whole unit becomes a note, by which
-    the backward unshards it again.
+    which leads through the units in the forward, and back in the backward. (It has the order in
+    which the first step has used them; in that step, in which they are registered.) Before a third
+    one is gathered all others are freed. What autograd would save of a whole unit becomes a note,
+    by which the backward unshards it again.
 
     A backward is a collective too, also under no_sync(), as it gathers. Under autocast autograd
     saves 16-bit copies of all weights: use param_dtype instead.
