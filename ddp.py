@@ -12,8 +12,8 @@ Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (
 since the backward reaches them first. A hook on each parameter moves its gradient into the bucket's
 flat buffer. A full bucket is multiplied by 1/W, and its sum over ranks is made while the backward
 goes on. A callback at the end of the backward waits for what is still under way. "The last first"
-is a guess, for the first step. After it parameters are divided anew, in the order in which their
-gradients have come.
+is a guess, for the first step. It shows in which order gradients come, and the next ones launch
+buckets in that.
 
 How it differs from torch's: the W contributions to an element are added in rank order,
 ((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
@@ -40,9 +40,10 @@ can be passed by; `Reducer`, which ZeRO shares; `PlainDDP`. With that the idea i
 DDP of one's own could end there. It asks something of scripts: its docstring says what. The rest is
 one class, a layer, for each thing that it does not ask for any more, or adds:
 
-    UnevenRanks    ranks that use different parameters, buffers, several wrappers, errors
-    TorchOptions   the options of torch's DDP, and comm hooks
-    Guards         mistakes of a script are refused: guards.py
+    RebuiltBuckets  buckets are filled anew in the order of use
+    UnevenRanks     ranks that use different parameters, buffers, several wrappers, errors
+    TorchOptions    the options of torch's DDP, and comm hooks
+    Guards          mistakes of a script are refused: guards.py
 
 `DDP` is all of these before `PlainDDP`. A method of a layer does something before or after that of
 the plain class, and calls it by super(): so what one has read is what runs. `# a joint` marks a
@@ -351,13 +352,13 @@ class Reducer(Wrapper):
 
     Until a backward has averaged, the order in which the module has registered parameters stands in
     for that of use. It is another one where, say, an embedding is registered last: then its bucket
-    holds all others back. By `_learn_order(came)` a subclass takes the order that was seen.
+    holds all others back.
 
         _buckets      of the trained parameters, in the order in which a backward completes them
         _slots        {parameter, a frozen one too: its slot}, in the order of the module
         _trained      slots of those that get gradients, in that order
         _backward     the `Backward` under way, or None
-        _knows_order  whether that order was learned
+        _knows_order  whether that order was learned, by `_learn_order`
     """
 
     require_backward_grad_sync = True  # no_sync() changes it
@@ -446,6 +447,10 @@ class Reducer(Wrapper):
         if backward.is_averaging and not self._knows_order:
             self._learn_order(backward.came)
             self._knows_order = True
+
+    def _learn_order(self, came):
+        """From now on launch buckets in the order in which their last gradients have come."""
+        self._buckets = in_order_of_use(self._buckets, [slot.bucket for slot in came])
 
     def _wait_for_buckets(self):
         self._finish_last()
@@ -553,22 +558,6 @@ class PlainDDP(Reducer):
             with self._waiting(f"reduce {bucket}"):
                 bucket.reduction.wait()
 
-    # ---- after the first step
-
-    def _learn_order(self, came):
-        """Fill new buckets, in the order in which gradients have come, and move the means there.
-        Each `.grad` stays the same object."""
-        in_order = in_order_of_use(self._trained[::-1], came)
-        names = {slot.parameter: slot.fqn for slot in in_order}
-        for bucket in self._buckets:
-            bucket.slots.clear()  # so it goes, and its memory with the last `.grad` that is moved
-        self._take_buckets(self._fill_buckets(names))
-        for bucket in self._buckets:
-            for slot in bucket.slots:
-                gradient = slot.parameter.grad
-                if gradient is not None:
-                    gradient.data = bucket.place_of_gradient(slot).copy_(gradient)
-
     # ---- construction
 
     def __init__(self, module: torch.nn.Module, process_group: Group = None,
@@ -614,9 +603,29 @@ class PlainDDP(Reducer):
 
 
 # -------------------------------------------------------------------------------------------------
-# ranks that differ
+# other buckets, and ranks that differ
 #
 # From here on nothing is about the idea.
+
+
+class RebuiltBuckets:
+    """Before `PlainDDP`: when the order of use is known buckets are filled anew, as in torch's DDP.
+    (An old one may have parameters from both ends of the model, and is complete only at the end of
+    a backward.)"""
+
+    def _learn_order(self, came):
+        """Move the means to the new buckets. Each `.grad` stays the same object."""
+        super()._learn_order(came)
+        in_order = in_order_of_use(self._trained[::-1], came)
+        names = {slot.parameter: slot.fqn for slot in in_order}
+        for bucket in self._buckets:
+            bucket.slots.clear()  # so it goes, and its memory with the last `.grad` that is moved
+        self._take_buckets(self._fill_buckets(names))
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                gradient = slot.parameter.grad
+                if gradient is not None:
+                    gradient.data = bucket.place_of_gradient(slot).copy_(gradient)
 
 
 class UnevenRanks:
@@ -1304,7 +1313,7 @@ class NoReducer:
 
 
 @torch.nn.parallel.DistributedDataParallel.register  # for isinstance(), which libraries ask
-class DDP(Guards, TorchOptions, UnevenRanks, PlainDDP):
+class DDP(Guards, TorchOptions, UnevenRanks, RebuiltBuckets, PlainDDP):
     """Average gradients over the ranks of process_group during every backward of module.
 
     device_ids: None, or a list of the one device of module, to which inputs are moved.

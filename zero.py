@@ -573,9 +573,8 @@ class PlainZero1(Stage):
     # ---- after the first step
 
     def _learn_order(self, came):
-        """From now on launch buckets in the order in which their last gradients have come, and
-        gather units in the order in which the forward has used them."""
-        self._buckets = in_order_of_use(self._buckets, [slot.bucket for slot in came])
+        """From now on gather units in the order in which the forward has used them, too."""
+        super()._learn_order(came)
         self._units = in_order_of_use(self._units, self._used)
 
     # ---- a step
