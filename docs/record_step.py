@@ -374,7 +374,8 @@ def record(mode):
             mock.patch.object(ddp, "ALIGN_CHUNK_BYTES", 4):
         model = MODES[mode](module, **options)
     optimizer = torch.optim.Adam(model.parameters(), lr=1, betas=(0.5, 0.75))
-    # A first step, so that all memory is there that later ones have. Each parameter falls by 1.
+    # A first step, so that all memory is there that later ones have, and the order of use is known.
+    # Each parameter falls by 1.
     model(torch.full((n,), float(W))).backward()
     optimizer.step()
     optimizer.zero_grad()
