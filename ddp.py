@@ -479,7 +479,7 @@ class Reducer(Wrapper):
 
     def _track(self, buckets, frozen=()):
         """From now on move gradients into buckets. frozen: those of parameters without any."""
-        self._take_buckets(buckets, frozen)
+        self._take_buckets(buckets, frozen, first_names(self._named("parameters")))
         for slot in self._trained:
             p = slot.parameter
             if not p.is_cpu:
@@ -488,8 +488,8 @@ class Reducer(Wrapper):
             mark_param_ready = weakly(self._mark_param_ready)
             self._add_hook(p.register_post_accumulate_grad_hook, mark_param_ready)
 
-    def _take_buckets(self, buckets, frozen=()):
-        """As `_track`, whose hooks stay."""
+    def _take_buckets(self, buckets, frozen, parameters):
+        """parameters: in the order of the module."""
         self._buckets = buckets
         slots = {}
         for bucket in (*buckets, *frozen):
@@ -498,8 +498,7 @@ class Reducer(Wrapper):
             # A bucket and its slots refer to each other, and so would wait for the garbage
             # collector. Now they go with this wrapper.
             weakref.finalize(self, bucket.slots.clear)
-        in_order = first_names(self._named("parameters"))
-        self._slots = {p: slots[p] for p in in_order if p in slots}
+        self._slots = {p: slots[p] for p in parameters if p in slots}
         self._trained = [slot for slot in self._slots.values() if slot.bucket in buckets]
 
 
@@ -620,7 +619,7 @@ class RebuiltBuckets:
         names = {slot.parameter: slot.fqn for slot in in_order}
         for bucket in self._buckets:
             bucket.slots.clear()  # so it goes, and its memory with the last `.grad` that is moved
-        self._take_buckets(self._fill_buckets(names))
+        self._take_buckets(self._fill_buckets(names), (), self._slots)
         for bucket in self._buckets:
             for slot in bucket.slots:
                 gradient = slot.parameter.grad

@@ -100,7 +100,7 @@ class Guards:
         # there is a weak reference.
         self._guard_not_to_swap = [weakref.ref(slot.parameter) for slot in self._trained]
         self._guard_frozen = {p for _, p in self._named("parameters") if not p.requires_grad}
-        self._guard_given = {}  # {slot: a weak reference to the `.grad` that its owner was given}
+        self._guard_given = {}  # {parameter: a weak reference to the `.grad` that was given}
 
     @torch.compiler.disable
     def _prepare_forward(self):
@@ -187,7 +187,8 @@ class Guards:
             if "autograd.grad" not in str(error):
                 raise
             self._refuse("torch.autograd.grad() of parameters averages nothing: use backward()")
-        for slot, reference in self._guard_given.items():
+        for p, reference in self._guard_given.items():
+            slot = self._slots[p]
             kept = reference()
             if kept is not None and kept is not slot.shard.grad:
                 with torch._C.DisableTorchFunctionSubclass():
@@ -209,7 +210,7 @@ class Guards:
         finally:  # it may raise after it has given gradients
             for slot in self._trained:
                 if slot.shard.grad is not None:
-                    self._guard_given[slot] = weakref.ref(slot.shard.grad)
+                    self._guard_given[slot.parameter] = weakref.ref(slot.shard.grad)
 
     # ---- DDP: do ranks average what belongs together?
     #

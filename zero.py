@@ -313,7 +313,7 @@ class Stage(Reducer):
         _units   in the order in which forwards use them, the root first; until `_learn_order` in
                  that in which the module has registered them
         _root    the first
-        _used    those that the last forward has used, in the order of their first use
+        _used    those that forwards have used, in the order of their first use; not of evaluations
         _shards  {a shard}: of all parameters
     """
 
@@ -471,8 +471,9 @@ class PlainZero1(Stage):
         if in_backward():
             self._notice_backward()
         elif module is self.module:
-            self._used.clear()
             self._begin_forward(self._units)
+        if torch.is_grad_enabled() and unit not in self._used:
+            self._used.append(unit)
         self._use(unit)
 
     def _post_forward(self, unit, module, *_):
@@ -500,8 +501,6 @@ class PlainZero1(Stage):
 
     def _use(self, unit):
         """From here on unit's parameters have values."""
-        if unit not in self._used:
-            self._used.append(unit)
         self._unshard(unit)
         self._wait_for_unshard(unit)
 
@@ -512,7 +511,7 @@ class PlainZero1(Stage):
 
     def _unshard(self, unit):
         """Start to gather unit's parameters from all ranks, unless they are current."""
-        if unit.is_current:
+        if unit.is_current or not unit.buckets:
             return
         self._provide_memory(unit)
         unit.is_current = True
@@ -670,7 +669,7 @@ class PlainZero3(PlainZero2):
         self._started_last, self._to_start = None, []
         self._bucket_at_memory = {}
         super().__init__(*arguments, **options)
-        self._way_back, self._asked_for = [*reversed(self._units[1:])], []
+        self._way_back, self._asked_for = with_parameters(reversed(self._units[1:])), []
 
     def _keep_parameters(self, bucket, values):
         """Keep only the own chunk, in memory of its own."""
@@ -680,7 +679,7 @@ class PlainZero3(PlainZero2):
 
     def _begin_forward(self, units):
         """A hook will use the root first."""
-        self._started_last, self._to_start = self._root, list(units[1:])
+        self._started_last, self._to_start = self._root, with_parameters(units[1:])
 
     def _use(self, unit):
         """Before unit's forward, and when the backward asks for one of its weights: as stage 1.
@@ -706,7 +705,8 @@ class PlainZero3(PlainZero2):
         """The backward does not ask for weights of which autograd has saved none: those of an
         embedding, or of a first layer."""
         super()._learn_order(came)
-        self._way_back = [unit for unit in self._asked_for if unit is not self._root]
+        asked_for = [unit for unit in self._asked_for if unit is not self._root]
+        self._way_back = with_parameters(asked_for)
 
     def _end_forward(self):
         """After one that only evaluates no backward comes, which would need what is whole now."""
@@ -983,19 +983,18 @@ class UnevenForwards(UnevenRanks):
 class UnevenOrder(UnevenForwards):
     """Before stage 3: a rank may skip units. If any rank calls a unit twice, in another order than
     rank 0's first step, or in a second forward before the backward, all ranks must call the same
-    units. So they must if a backward asks for weights of a unit of which rank 0's first step had
-    none saved. Outside of its unit's forward a parameter may be nan; so may the root's outside of
-    the model's.
+    units. Outside of its unit's forward a parameter may be nan; so may the root's outside of the
+    model's.
 
     What is freed when depends on the way alone, not on what a rank has used: so it is the same on
     all ranks.
 
         _note_contexts  of the forwards under way: in them autograd's saves become notes
-        _saved          {a unit of which the last forward has weights saved}
+        _off_the_way    {a unit that is not on the way back}
     """
 
     def __init__(self, *arguments, **options):
-        self._note_contexts, self._saved = [], set()
+        self._note_contexts, self._off_the_way = [], set()
         super().__init__(*arguments, **options)
 
     # ---- a rank goes all of the way, as the others do
@@ -1004,7 +1003,6 @@ class UnevenOrder(UnevenForwards):
         """Free what an earlier forward has left: if that raised, this may differ between ranks."""
         for unit in self._units:
             self._reshard(unit)
-        self._saved.clear()
         super()._begin_forward(units)
 
     def _use(self, unit):
@@ -1027,16 +1025,21 @@ class UnevenOrder(UnevenForwards):
             self._start_next()
 
     def _learn_order(self, came):
-        """On the way back stays also what another backward may ask for, or another rank's: a unit
-        of which rank 0 has weights saved, and one that it has not used."""
-        way_back = []
-        for unit in reversed(self._units):
-            is_done = unit in self._used and unit not in self._saved
-            if unit in self._asked_for or not is_done:
-                way_back.append(unit)
-        way_back = in_order_of_use(way_back, self._asked_for)
-        self._asked_for = self._of_rank_0(self._units, way_back)
+        """A unit leaves the way back only if rank 0 has got all its gradients without its weights:
+        for those of another unit another backward, or another rank, may ask. If autograd saves
+        weights of one that has left, they are kept: a rank could not gather them alone."""
         super()._learn_order(came)
+        done = {slot.bucket.unit for slot in came}
+        for slot in self._trained:
+            if slot not in came:
+                done.discard(slot.bucket.unit)
+        stays = []
+        for unit in with_parameters(reversed(self._units[1:])):
+            if unit in self._asked_for or unit not in done:
+                stays.append(unit)
+        stays = in_order_of_use(stays, self._asked_for)
+        self._way_back = self._of_rank_0(self._units, stays)
+        self._off_the_way = set(self._units[1:]) - set(self._way_back)
 
     def _start_next(self):
         """In a backward, launch the buckets that only waited for this."""
@@ -1094,13 +1097,13 @@ class UnevenOrder(UnevenForwards):
     @torch.compiler.disable  # or it would be compiled for each tensor
     def _pack_inside(self, outer, t):
         """As `_pack`. But a tensor that is no plain view of a unit's memory, such as a complex one,
-        is cloned, as that memory will be freed. All that is no unit's goes to outer, the pair of
-        hooks around, if there is one."""
+        is cloned, as that memory will be freed; so is one of a unit that is off the way back. All
+        that is no unit's goes to outer, the pair of hooks around, if there is one."""
         bucket = self._bucket_of(t)
         if bucket is not None:
-            self._saved.add(bucket.unit)
             # Shape and strides do not tell whether t is seen as complex, or conjugated.
-            if t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg():
+            is_plain = t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg()
+            if is_plain and bucket.unit not in self._off_the_way:
                 return self._pack(t)
             t = t.detach().clone()
         if outer is not None:
@@ -1460,9 +1463,8 @@ def find_units(module: nn.Module) -> list[nn.Module]:
 
 
 def divide_into_units(stage, modules, first_tag):
-    """[Unit]: the root, and one for each of modules that has parameters of its own, in the order in
-    which they are registered. Each submodule and each parameter of stage's module belongs to one
-    of them."""
+    """[Unit]: the root, and one for each of modules, in the order in which they are registered.
+    Each submodule and each parameter of stage's module belongs to one of them."""
     names = first_names(named_modules(stage.module))
     modules = set(modules)
     for m in modules:
@@ -1482,16 +1484,19 @@ def divide_into_units(stage, modules, first_tag):
             for part in parts:
                 unit_of[part] = root if part in unit_of else unit
     for m in names:
-        if unit_of.get(m, root) is root:  # its parameters belong there, even if a unit shares them
+        unit = unit_of.get(m, root)
+        unit.submodules.append(m)
+        if unit is root:  # its parameters belong there, even if a unit shares them
             for p in m._parameters.values():
                 unit_of[p] = root
     for p in first_names(stage._named("parameters")):
         unit_of[p].parameters.append(p)
-    units = [unit for unit in units if unit.parameters or unit is root]
-    for m in names:
-        unit = unit_of.get(m)
-        (unit if unit in units else root).submodules.append(m)
     return units
+
+
+def with_parameters(units):
+    """Those of units that have any. A ReLU has none: there is nothing to gather for it."""
+    return [unit for unit in units if unit.buckets]
 
 
 def trained_and_frozen(parameters):

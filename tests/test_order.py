@@ -366,8 +366,7 @@ def test_backward_gathers_what_is_needed(kind):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", ["plain zero3", "zero3"])
 def test_first_layer_is_not_gathered_again(wrapper):
-    """Autograd saves no weight of it, as its input needs no gradient; of a part that runs under
-    no_grad() it saves none, either."""
+    """Autograd saves no weight of it, as its input needs no gradient."""
     module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
     module[0].requires_grad_(False)
     model = (PlainZero3 if wrapper.startswith("plain") else Zero3)(module, units=[*module])
@@ -379,9 +378,50 @@ def test_first_layer_is_not_gathered_again(wrapper):
             received.clear()
             loss.backward()
         model.zero_grad()
-    # units.4 and units.3 are whole; units.2 is gathered again; units.1 is asked for nothing, since
-    # its input needs no gradient, as that of units.0.
-    assert names_of(model._way_back) == ["4", "3", "2"]
+    # Neither for 1, as 0 is frozen. `Zero3` still gathers 0: it had no gradient to go by.
+    expected = ["4", "3", "2"] if wrapper.startswith("plain") else ["4", "3", "2", "0"]
+    assert names_of(model._way_back) == expected
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_keeps_what_it_cannot_gather_alone():
+    """Where rank 0's first step drops block 0, block 1 is its first layer, whose weights are not
+    saved. Then other ranks drop block 1, or save its weights: no rank waits for another."""
+    module = nn.Module()
+    torch.manual_seed(0)
+    module.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    module.forward = lambda order: through(module.blocks, order)
+
+    def through(blocks, order):
+        x = torch.ones(3, 8)
+        for i in order:
+            x = blocks[i](x).tanh()
+        return x.square().mean()
+
+    model = Zero3(module)
+    rank = dist.get_rank()
+    for orders_of_ranks in ([(1, 2, 3), (0, 1, 2, 3)], [(0, 1, 2, 3), (0, 2, 3)],
+                            [(0, 1, 3), (1, 2, 3)], [(0, 1, 2, 3), (0, 1, 2, 3)]):
+        whole = {name: value for name, value in model.full_parameters()}
+        means = {}
+        for order in orders_of_ranks:
+            blocks = [nn.Linear(8, 8) for _ in range(4)]
+            for i, block in enumerate(blocks):
+                block.load_state_dict({"weight": whole[f"blocks.{i}.weight"],
+                                       "bias": whole[f"blocks.{i}.bias"]})
+            through(blocks, order).backward()
+            for i in order:
+                mean = means.get(i, 0)
+                means[i] = mean + blocks[i].weight.grad.flatten() / 2
+        model(orders_of_ranks[rank]).backward()
+        starts = model.shard_starts()
+        for i, mean in means.items():
+            shard = dict(model.named_parameters())[f"blocks.{i}.weight"]
+            start = starts[f"blocks.{i}.weight"]
+            found = shard.grad.as_subclass(torch.Tensor).flatten()
+            torch.testing.assert_close(found, mean[start:start + shard.numel()])
+        model.zero_grad()
+    assert names_of(model._way_back) == ["3", "2", "0"]
 
 
 @pytest.mark.ranks(2)
@@ -415,7 +455,7 @@ def test_recomputed_blocks_are_on_the_way():
     assert gathered == [f"blocks.{i}" for i in LATE[::-1][2:]], gathered
 
 
-# ---- a unit without parameters is no unit
+# ---- there is nothing to gather for a unit without parameters
 
 
 class Towers(nn.Module):
@@ -438,14 +478,17 @@ class Towers(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_empty_units(stage):
-    """A ReLU, and a layer whose parameters another unit has, too: they belong to the root."""
+    """A ReLU, and a layer whose parameters another unit has, too: these belong to the root."""
     plain, module = Towers(), Towers()
     model = STAGES[stage](module, units=[*module.parts, *module.twin])
-    assert names_of(model._units) == ["the root", "parts.2", "parts.4", "parts.6"]
+    if stage == "zero3":
+        assert names_of(model._way_back) == ["parts.6", "parts.4", "parts.2"]
     for _ in range(2):
         x = torch.ones(3, 8, requires_grad=True)
         plain(x).backward()
         model(x).backward()
+    if stage == "zero3":
+        assert names_of(model._way_back) == ["parts.6", "parts.4", "parts.2"]
     for name, start in model.shard_starts().items():
         shard = dict(model.named_parameters())[name]
         whole = plain.get_parameter(name).grad.flatten()
