@@ -147,16 +147,14 @@ class Bucket:
         gradients    a a a a a a - - b b - -    n = 12; a starts at 0, b at 8
 
         slots        one for each parameter
-        gradients    the flat buffer, of n elements or a few more, a multiple of `multiple`, so that
-                     it can be cut into chunks of one size; or None while there is no memory for it
+        gradients    the flat buffer, of n elements or a few more, so that it can be cut into
+                     chunks of one size; or None while there is no memory for it
         unreduced    the slots whose gradient is in the buffer, and has yet to be summed over ranks
         reduction    of `gradients`, started last: a reduce-scatter or an all-reduce
     """
 
-    def __init__(self, parameters, names, align=1, multiple=1):
+    def __init__(self, parameters, names, align=1):
         self.slots, self.n, self.unreduced = [], 0, set()
-        self.multiple = multiple
-        self.reduce_dtype, self.device = parameters[0].dtype, parameters[0].device
         for p in parameters:
             packed = torch.empty_like(p, device="meta")  # has p's order of dimensions, and no gaps
             slot = Slot(self, p, names[p], p.shape, packed.stride(), self.n, shard=p)
@@ -179,9 +177,6 @@ class Bucket:
         """The part of `gradients` that is a parameter's, in its shape. `.data` gives it its own
         _version: views of one buffer share theirs, and autograd would take a write to one for a
         write to all."""
-        if self.gradients is None:
-            n = round_up(self.n, self.multiple)
-            self.gradients = torch.empty(n, dtype=self.reduce_dtype, device=self.device)
         return self.view(slot, self.gradients).data
 
     def put(self, slot):
@@ -574,16 +569,17 @@ class PlainDDP(Reducer):
             self._refuse(f"needs all parameters and buffers on one device, not on meta: {devices}")
         if init_sync:
             broadcast([*names, *self._buffers_at_first()], self.process_group)
-        self._gathering = []  # buckets whose all-gather is under way
-        self._track(self._fill_buckets({p: names[p] for p in trained[::-1]}))
-
-    def _fill_buckets(self, names):
-        """names: {parameter: its name}, in the order in which a backward completes them."""
         buckets = []
-        for some in fill_buckets(list(names), self.bucket_cap_mb * 2**20):
-            multiple = self.world_size * ALIGN_CHUNK_BYTES // some[0].itemsize
-            buckets.append(Bucket(some, names, multiple=multiple))
-        return buckets
+        for parameters in fill_buckets(trained[::-1], self.bucket_cap_mb * 2**20):
+            buckets.append(Bucket(parameters, names))
+            self._provide_memory_of_gradients(buckets[-1])
+        self._gathering = []  # buckets whose all-gather is under way
+        self._track(buckets)
+
+    def _provide_memory_of_gradients(self, bucket):
+        first = bucket.slots[0].parameter
+        multiple = self.world_size * ALIGN_CHUNK_BYTES // first.itemsize
+        bucket.gradients = first.new_zeros(round_up(bucket.n, multiple))
 
     def _buffers_at_first(self):  # a joint
         """Those that start with rank 0's values."""
@@ -613,14 +609,21 @@ class RebuiltBuckets:
     a backward.)"""
 
     def _learn_order(self, came):
-        """Move the means to the new buckets. Each `.grad` stays the same object."""
+        """If buckets will have other parameters, move the means to new ones, bucket by bucket. Each
+        `.grad` stays the same object."""
         super()._learn_order(came)
         in_order = in_order_of_use(self._trained[::-1], came)
         names = {slot.parameter: slot.fqn for slot in in_order}
+        parameters = fill_buckets(list(names), self.bucket_cap_mb * 2**20)
+        before = [{slot.parameter for slot in bucket.slots} for bucket in self._buckets]
+        if [set(some) for some in parameters] == before:
+            return
         for bucket in self._buckets:
-            bucket.slots.clear()  # so it goes, and its memory with the last `.grad` that is moved
-        self._take_buckets(self._fill_buckets(names), (), self._slots)
+            bucket.slots.clear()
+            bucket.gradients = None  # the memory goes with the last `.grad` that is moved
+        self._take_buckets([Bucket(some, names) for some in parameters], (), self._slots)
         for bucket in self._buckets:
+            self._provide_memory_of_gradients(bucket)
             for slot in bucket.slots:
                 gradient = slot.parameter.grad
                 if gradient is not None:
@@ -900,7 +903,7 @@ class TorchOptions:
 
     def forward(self, *inputs, **kwargs):
         if self.device_ids:
-            device = self._trained[0].parameter.device
+            device = self._buckets[0].gradients.device
             (inputs,), (kwargs,) = dist.utils._to_kwargs(inputs, kwargs, device, False)
         return super().forward(*inputs, **kwargs)
 

@@ -122,8 +122,8 @@ class Guards:
                              f"averaged: wrap last (what is frozen after wrapping may be unfrozen)")
             self._refuse_optimizer_in_backward(name, p)
             if self.shard_group is None and p in self._slots:
-                bucket = self._slots[p].bucket
-                if p.dtype != bucket.reduce_dtype or p.device != bucket.device:
+                buffer = self._slots[p].bucket.gradients
+                if p.dtype != buffer.dtype or p.device != buffer.device:
                     self._refuse(f"{name} has become {p.dtype} on {p.device}: cast and move the "
                                  f"module before wrapping it")
 

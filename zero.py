@@ -161,10 +161,10 @@ class ShardedBucket(Bucket):
     cuts = None  # where chunks 1 to W-1 begin; None: at equal distances. See `OwnedBucket`
 
     def __init__(self, unit, parameters, dtypes, sharding):
-        itemsize = min(dtype.itemsize for dtype in dtypes)  # so alignment holds in all of them
-        super().__init__(parameters, sharding.names, ALIGN_BYTES // itemsize)
         self.unit, self.rank, self.device = unit, sharding.rank, sharding.device
         self.dtype, self.param_dtype, self.reduce_dtype = dtypes
+        itemsize = min(dtype.itemsize for dtype in dtypes)  # so alignment holds in all of them
+        super().__init__(parameters, sharding.names, ALIGN_BYTES // itemsize)
         self.n = max(1, self.n)  # some memory also for parameters without elements
         ends = self.lay_out(sharding.W, ALIGN_CHUNK_BYTES // itemsize)
         self.first, self.end = ends[self.rank], ends[self.rank + 1]  # of this rank's chunk
@@ -228,6 +228,12 @@ class ShardedBucket(Bucket):
                 slot.parameter.data = nan.expand(slot.shape)
 
     # ---- gradients
+
+    def place_of_gradient(self, slot):
+        """As `Bucket`; allocate `gradients` if it is None."""
+        if self.gradients is None:
+            self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
+        return super().place_of_gradient(slot)
 
     def put(self, slot):
         """Move the parameter's `.grad` into its place in `gradients`, and set it to None, so that
