@@ -262,7 +262,7 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
         assert 0 <= (entry["comm_exposed_ms"] or 0) <= entry["step_ms"], entry
     loss = entries[0]["loss"]
     val_loss = entries[0]["val_loss"]
-    assert abs(loss - val_loss) < 0.5, f"in step 1 loss is {loss}, and val_loss {val_loss}"
+    assert abs(loss - val_loss) < 1, f"in step 1 loss is {loss}, and val_loss {val_loss}"
     assert RESULT <= result.keys() and result["peak_mem_bytes"] > 1e8, result
     assert ("torch" in mode) == (result["comm_exposed_ms"] is None), result
     facts = dict(mode=mode, world_size=W, steps=max_steps, threads=1,
