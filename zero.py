@@ -319,7 +319,8 @@ class Stage(Reducer):
         _units   in the order in which forwards use them, the root first; until `_learn_order` in
                  that in which the module has registered them
         _root    the first
-        _used    those that forwards have used, in the order of their first use; not of evaluations
+        _used    those that the last forward has used, but for evaluations, in the order of their
+                 first use
         _shards  {a shard}: of all parameters
     """
 
@@ -478,9 +479,15 @@ class PlainZero1(Stage):
             self._notice_backward()
         elif module is self.module:
             self._begin_forward(self._units)
-        if torch.is_grad_enabled() and unit not in self._used:
-            self._used.append(unit)
+        if torch.is_grad_enabled():
+            self._note_use(unit, module)
         self._use(unit)
+
+    def _note_use(self, unit, module):
+        if module is self.module:
+            self._used.clear()
+        if unit not in self._used:
+            self._used.append(unit)
 
     def _post_forward(self, unit, module, *_):
         if module is self.module and not in_backward():
@@ -938,8 +945,9 @@ class UnevenForwards(UnevenRanks):
         super()._learn_order(came)
 
     def _finalize_backward(self):
-        """Note whether a step may follow."""
+        """Note whether a step may follow. Parts that are called next belong to another one."""
         super()._finalize_backward()
+        self._used.clear()
         self._gathers_all = self.require_backward_grad_sync and self._is_last_backward
 
     def _after_step(self, optimizer, *_):
