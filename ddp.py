@@ -190,16 +190,15 @@ class Bucket:
 
 
 def in_order_of_use(things: list, used) -> list:
-    """things, in the order of used, where the last time counts. One that is not there stays right
-    after the one before it in things."""
+    """things, those that are in used in its order, where the last time counts. The others keep
+    their places: [1, 2, 3, 4] with 3, 4, 1 used is [3, 2, 4, 1]."""
     last = {thing: place for place, thing in enumerate(used)}
-    places = []
-    place = -1
+    ordered = [thing for thing in things if thing in last]
+    ordered.sort(key=last.get)
+    found = []
     for thing in things:
-        place = last.get(thing, place)
-        places.append((place, thing))
-    places.sort(key=lambda pair: pair[0])
-    return [thing for _, thing in places]
+        found.append(ordered.pop(0) if thing in last else thing)
+    return found
 
 
 def fill_buckets(parameters: list[torch.nn.Parameter], cap_bytes: float,
@@ -748,8 +747,8 @@ class UnevenRanks:
         super()._learn_order(self._of_rank_0(self._trained, came))
 
     def _of_rank_0(self, things, some):
-        """some of things, in rank 0's order: the ranks may have used others, in another order, and
-        have to make collectives in one. Costs a broadcast of 8 bytes for each of things, once."""
+        """some of things, as on rank 0: the ranks may have used others, in another order, and have
+        to make collectives in one. Costs a broadcast of 8 bytes for each of things."""
         self._check_counts()  # before this can meet that of another wrapper
         number_of = {thing: number for number, thing in enumerate(things)}
         numbers = [number_of[thing] for thing in some]

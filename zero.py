@@ -941,6 +941,7 @@ class UnevenForwards(UnevenRanks):
         return [together]
 
     def _learn_order(self, came):
+        """All ranks gather units in rank 0's order."""
         self._used = self._of_rank_0(self._units, self._used)
         super()._learn_order(came)
 
@@ -996,9 +997,9 @@ class UnevenForwards(UnevenRanks):
 
 class UnevenOrder(UnevenForwards):
     """Before stage 3: a rank may skip units. If any rank calls a unit twice, in another order than
-    rank 0's first step, or in a second forward before the backward, all ranks must call the same
-    units. Outside of its unit's forward a parameter may be nan; so may the root's outside of the
-    model's.
+    that which was learned, or in a second forward before the backward, all ranks must call the same
+    units; so they must if checkpoints begin to compute units again. Outside of its unit's forward a
+    parameter may be nan; so may the root's outside of the model's.
 
     What is freed when depends on the way alone, not on what a rank has used: so it is the same on
     all ranks.
@@ -1039,9 +1040,10 @@ class UnevenOrder(UnevenForwards):
             self._start_next()
 
     def _learn_order(self, came):
-        """A unit leaves the way back only if rank 0 has got all its gradients without its weights:
-        for those of another unit another backward, or another rank, may ask. If autograd saves
-        weights of one that has left, they are kept: a rank could not gather them alone."""
+        """Take rank 0's way back. A unit is off it only if this backward has brought all its
+        gradients and asked for no weight: of any other unit a later backward may ask for some, or
+        that of another rank. Where autograd saves weights of a unit that is off the way all the
+        same, `_pack_inside` clones them, as a rank could not gather them alone."""
         super()._learn_order(came)
         done = {slot.bucket.unit for slot in came}
         for slot in self._trained:

@@ -29,7 +29,7 @@ IDX = torch.arange(11)
 @pytest.mark.ranks(1)
 def test_in_order_of_use():
     assert in_order_of_use([1, 2, 3, 4], [4, 2, 4, 1, 3]) == [2, 4, 1, 3]
-    assert in_order_of_use([1, 2, 3, 4, 5], [4, 2]) == [1, 4, 5, 2, 3], "each stays after its own"
+    assert in_order_of_use([1, 2, 3, 4, 5], [4, 2]) == [1, 4, 3, 2, 5], "others keep their places"
     assert in_order_of_use([1, 2, 3], []) == [1, 2, 3]
     assert in_order_of_use([1, 2], [3, 2, 1]) == [2, 1]
 
@@ -148,7 +148,7 @@ def assert_means(model, orders_of_ranks):
 @pytest.mark.parametrize("skips", [0, 1])
 def test_first_steps_differ(wrapper, skips):
     """One rank skips blocks in its first step, which has the order of registration, as stage 3
-    asks for then. Rank 0's is taken: what it has not used stays after what was before it."""
+    asks for then. Rank 0's is taken: what it has not used keeps its place."""
     model = OURS[wrapper](Shared())
     orders_of_ranks = [tuple(range(6)), tuple(range(6))]
     orders_of_ranks[skips] = (0, 3, 4)
@@ -174,7 +174,7 @@ def test_first_orders_differ(wrapper, skips):
         assert_learned(model, LATE)
     elif wrapper != "ddp":
         # Rank 0 has not used 2, 3 and 4.
-        assert names_of(model._units) == ["the root", "0", "5", "1", "2", "3", "4"]
+        assert names_of(model._units) == ["the root", "0", "5", "2", "3", "4", "1"]
 
 
 @pytest.mark.ranks(2)
@@ -441,6 +441,17 @@ def test_each_micro_step_skips_others(wrapper):
     if wrapper != "ddp":
         assert names_of(model._units) == ["the root", "0", "1", "2", "3", "4", "5"]
     for orders_of_ranks in ([(0, 1, 4), (1, 2, 3, 5)], [(4, 5), (0, 3)]):
+        assert_means(model, orders_of_ranks)
+
+
+@pytest.mark.ranks(2)
+def test_rank_0_skips_a_block_of_a_module_out_of_order():
+    """It keeps its place, so the others may use it there."""
+    model = Zero3(Shared())
+    order = (1, 0, 2, 3, 4, 5)
+    assert_means(model, [(1, 0, 3, 4, 5), order])
+    assert_learned(model, order)
+    for orders_of_ranks in ([order, (1, 2, 4)], [(0, 2, 5), order], [(2, 3), (1, 0, 3)]):
         assert_means(model, orders_of_ranks)
 
 
