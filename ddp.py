@@ -12,8 +12,8 @@ Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (
 since the backward reaches them first. A hook on each parameter moves its gradient into the bucket's
 flat buffer. A full bucket is multiplied by 1/W, and its sum over ranks is made while the backward
 goes on. A callback at the end of the backward waits for what is still under way. "The last first"
-is a guess, for the first step. It shows in which order gradients come, and the next ones launch
-buckets in that.
+is a guess. The first step shows in which order gradients really come, and from the second one on
+buckets are launched in that order.
 
 How it differs from torch's: the W contributions to an element are added in rank order,
 ((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
@@ -190,14 +190,17 @@ class Bucket:
 
 
 def in_order_of_use(things: list, used) -> list:
-    """things, those that are in used in its order, where the last time counts. The others keep
-    their places: [1, 2, 3, 4] with 3, 4, 1 used is [3, 2, 4, 1]."""
+    """things, where those that are also in used have its order. Of one that is there several times
+    the last counts. What is not there keeps its place: [1, 2, 3, 4], with 3, 4, 1 used, becomes
+    [3, 2, 4, 1]."""
     last = {thing: place for place, thing in enumerate(used)}
     ordered = [thing for thing in things if thing in last]
     ordered.sort(key=last.get)
     found = []
     for thing in things:
-        found.append(ordered.pop(0) if thing in last else thing)
+        if thing in last:
+            thing = ordered.pop(0)
+        found.append(thing)
     return found
 
 
@@ -603,9 +606,9 @@ class PlainDDP(Reducer):
 
 
 class RebuiltBuckets:
-    """Before `PlainDDP`: when the order of use is known buckets are filled anew, as in torch's DDP.
-    (An old one may have parameters from both ends of the model, and is complete only at the end of
-    a backward.)"""
+    """Before `PlainDDP`: once the order of use is known, buckets are filled anew, as torch's DDP
+    does it. (An old one may have parameters from both ends of the model, and is complete only at
+    the end of a backward.)"""
 
     def _learn_order(self, came):
         """If buckets will have other parameters, move the means to new ones, bucket by bucket. Each
@@ -615,7 +618,8 @@ class RebuiltBuckets:
         names = {slot.parameter: slot.fqn for slot in in_order}
         parameters = fill_buckets(list(names), self.bucket_cap_mb * 2**20)
         before = [{slot.parameter for slot in bucket.slots} for bucket in self._buckets]
-        if [set(some) for some in parameters] == before:
+        after = [set(some) for some in parameters]
+        if after == before:
             return
         for bucket in self._buckets:
             bucket.slots.clear()
@@ -744,6 +748,7 @@ class UnevenRanks:
         super()._launch(bucket)
 
     def _learn_order(self, came):
+        """All ranks launch buckets in rank 0's order."""
         super()._learn_order(self._of_rank_0(self._trained, came))
 
     def _of_rank_0(self, things, some):

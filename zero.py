@@ -484,6 +484,7 @@ class PlainZero1(Stage):
         self._use(unit)
 
     def _note_use(self, unit, module):
+        """One forward shows an order. Several do not: each may skip other units."""
         if module is self.module:
             self._used.clear()
         if unit not in self._used:
@@ -1280,7 +1281,7 @@ class Uncut:
             if bucket.cuts is not None and bucket.unit is not self._root:
                 of_unit = [other for other in ordered if other.unit is bucket.unit]
                 ordered.insert(ordered.index(of_unit[-1]) + 1, bucket)
-                ordered.remove(bucket)  # where it was
+                ordered.remove(bucket)  # the first of the two: where it was
         return ordered
 
     def _give_mean(self, slot):
@@ -1530,8 +1531,10 @@ def order_of_backward(units, parameters):
     buckets.sort(key=lambda bucket: min(places[slot.parameter] for slot in bucket.slots))
     trained, frozen = [], []
     for bucket in reversed(buckets):
-        is_trained = bucket.slots[0].parameter.requires_grad
-        (trained if is_trained else frozen).append(bucket)
+        if bucket.slots[0].parameter.requires_grad:
+            trained.append(bucket)
+        else:
+            frozen.append(bucket)
     return trained, frozen
 
 

@@ -18,7 +18,7 @@ from ddp import DDP
 from verify import every_collective, fsdp2, live_bytes, Ranks, STAGES
 
 D = 32
-BUCKET_MB = 4 * 8 * D * D / 2**20
+BUCKET_MB = 4 * 8 * D * D / 2**20  # about a layer of a transformer
 
 
 # -------------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ class TiedDecoder(nn.Module):
 
 
 class T5(nn.Module):
-    """As transformers' T5: one embedding for both sides and the head, and a bias of positions that
-    all blocks use. It is registered in order, with the decoder before the encoder it is not."""
+    """As transformers' T5, with one embedding for both sides and the head, and a bias of positions
+    that all blocks use; but here the decoder is registered before the encoder."""
 
     USED = ("shared", "positions", "encoder", "decoder", "norm")
 
@@ -244,7 +244,8 @@ def watch(wrapper, name, is_in_order=False):
 
         overlapped  the part of the units, by elements, that the backward computes after the first
                     gradients were sent
-        messages, elements  that a rank receives; None for torch's DDP, which sends from C++
+        messages, elements  that a rank receives. None for torch's DDP, which sends from C++. Of
+                    FSDP2 no elements: its calls name the whole buffer, with this rank's own part
         growth      kB above those before the backward, at most, when a unit goes back; of the third
                     step. None for FSDP2, which frees memory under tensors that stay
     """
@@ -270,16 +271,14 @@ def watch(wrapper, name, is_in_order=False):
         if wrapper == "fsdp2" and "reduce_scatter" in operation:
             launched.append(operation)
 
+    tap = contextlib.nullcontext()
     if wrapper == "torch ddp":
         def hook(state, bucket):
             launched.append(bucket)
             return allreduce_hook(state, bucket)
 
         model.register_comm_hook(None, hook)
-        tap = contextlib.nullcontext()
-    elif wrapper == "fsdp2":
-        tap = contextlib.nullcontext()
-    else:
+    elif wrapper != "fsdp2":
         start_reduction = model._start_reduction
 
         def start(bucket):
@@ -310,7 +309,7 @@ def watch(wrapper, name, is_in_order=False):
     if wrapper == "torch ddp":
         found["messages"], found["elements"] = None, None
     if wrapper == "fsdp2":
-        found["growth"] = None
+        found["growth"], found["elements"] = None, None
     return found
 
 
