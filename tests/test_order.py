@@ -316,6 +316,17 @@ def test_ddp_frees_old_buckets():
     assert live_bytes() - before <= 2 * n_bytes + padding + 512
 
 
+@pytest.mark.ranks(2)
+def test_ddp_fills_buckets_anew():
+    """Those of a module registered in order: none has parameters from both ends of it."""
+    found = []
+    for is_in_order in (False, True):
+        model = DDP(orders.build("AnnotatedTransformer", is_in_order), bucket_cap_mb=0.02)
+        model(0).backward()
+        found.append([{slot.fqn for slot in bucket.slots} for bucket in model._buckets])
+    assert len(found[0]) > 5 and found[0] == found[1]
+
+
 # ---- units that a backward does not ask for
 
 
@@ -442,6 +453,31 @@ def test_each_micro_step_skips_others(wrapper):
         assert names_of(model._units) == ["the root", "0", "1", "2", "3", "4", "5"]
     for orders_of_ranks in ([(0, 1, 4), (1, 2, 3, 5)], [(4, 5), (0, 3)]):
         assert_means(model, orders_of_ranks)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_forwards_before_a_backward(stage):
+    """The last one shows an order, both together do not."""
+    model = STAGES[stage](Shared())
+    model.module.order = (1, 2, 4)
+    loss = model(IDX)
+    model.module.order = (0, 2, 3)
+    (loss + model(IDX)).backward()
+    assert names_of(model._units) == ["the root", "0", "1", "2", "3", "4", "5"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_before_the_backward(stage):
+    """An evaluation in another order, between the first forward and its backward."""
+    model = STAGES[stage](Shared(LATE))
+    loss = model(IDX)
+    model.module.order = (4, 2, 0, 1, 3, 5)
+    with torch.no_grad():
+        model(IDX)
+    loss.backward()
+    assert names_of(model._units) == ["the root", *map(str, LATE)]
 
 
 @pytest.mark.ranks(2)
