@@ -53,7 +53,6 @@ the file are the collectives' bodies.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -111,17 +110,25 @@ Group = dist.ProcessGroup | None  # None: all ranks
 # buckets
 
 
-@dataclasses.dataclass(eq=False)  # eq=False: a comparison of two would compare tensors
 class Slot:
-    """The place of a parameter in a bucket. The optimizer has its shard, whose `.grad` becomes the
-    mean: in DDP that is the parameter itself, in ZeRO this rank's part of it."""
-    bucket: "Bucket"
-    parameter: torch.nn.Parameter
-    fqn: str  # its fully qualified name, such as "blocks.0.mlp.down.weight"
-    shape: torch.Size
-    strides: tuple  # in the buffer: packed, without gaps between its elements
-    start: int  # its first element in the flat buffer
-    shard: torch.nn.Parameter
+    """The place of a parameter in a bucket.
+
+        parameter
+        fqn      its fully qualified name, such as "blocks.0.mlp.down.weight"
+        shape    of the parameter
+        strides  in the buffer: packed, without gaps between its elements
+        shard    what the optimizer has, whose `.grad` becomes the mean: in DDP that is the
+                 parameter itself, in ZeRO this rank's part of it
+        bucket   in which it is
+        start    its first element in the flat buffer
+    """
+
+    def __init__(self, parameter, fqn):
+        self.parameter, self.fqn, self.shape = parameter, fqn, parameter.shape
+        packed = torch.empty_like(parameter, device="meta")  # its order of dimensions, and no gaps
+        self.strides = packed.stride()
+        self.shard = parameter
+        self.bucket, self.start = None, None
 
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's number
@@ -153,13 +160,11 @@ class Bucket:
         reduction    of `gradients`, started last: a reduce-scatter or an all-reduce
     """
 
-    def __init__(self, parameters, names, align=1):
-        self.slots, self.n, self.unreduced = [], 0, set()
-        for p in parameters:
-            packed = torch.empty_like(p, device="meta")  # has p's order of dimensions, and no gaps
-            slot = Slot(self, p, names[p], p.shape, packed.stride(), self.n, shard=p)
-            self.slots.append(slot)
-            self.n += round_up(p.numel(), align)
+    def __init__(self, slots, align=1):
+        self.slots, self.n, self.unreduced = slots, 0, set()
+        for slot in slots:
+            slot.bucket, slot.start = self, self.n
+            self.n += round_up(slot.shape.numel(), align)
         self.gradients, self.reduction = None, None
 
     def __repr__(self):
@@ -168,25 +173,39 @@ class Bucket:
         n_bytes = self.n * first.shard.dtype.itemsize
         return f"the bucket from {first.fqn} on ({1e-6 * n_bytes:.2f} MB)"
 
+    def views(self, slots, buffer):
+        """[all of a parameter in a buffer of n elements], of slots' parameters."""
+        first = buffer.storage_offset()  # as_strided counts from where memory begins
+        return [buffer.as_strided(slot.shape, slot.strides, first + slot.start) for slot in slots]
+
     def view(self, slot, buffer):
         """All of a parameter in a buffer of n elements."""
-        start = buffer.storage_offset() + slot.start  # as_strided counts from where memory begins
-        return buffer.as_strided(slot.shape, slot.strides, start)
+        return self.views([slot], buffer)[0]
 
-    def place_of_gradient(self, slot):
-        """The part of `gradients` that is a parameter's, in its shape. `.data` gives it its own
+    def elsewhere(self, slots, tensors, buffer):
+        """Those of slots whose tensor does not begin at their place in buffer."""
+        first, itemsize = buffer.data_ptr(), buffer.itemsize
+        pairs = zip(slots, tensors)
+        return [slot for slot, t in pairs if t.data_ptr() != first + slot.start * itemsize]
+
+    def places_of_gradients(self, slots):
+        """[the part of `gradients` that is a parameter's, in its shape]. `.data` gives each its own
         _version: views of one buffer share theirs, and autograd would take a write to one for a
         write to all."""
-        return self.view(slot, self.gradients).data
+        return [view.data for view in self.views(slots, self.gradients)]
 
-    def put(self, slot):
-        """Write the parameter's `.grad` to its place in `gradients`, and let `.grad` be that place:
-        so the sum over ranks will be in `.grad`, and autograd adds the next micro-step there. If it
-        is there already, `.grad` stays the same object."""
-        p, place = slot.parameter, self.place_of_gradient(slot)
-        if p.grad.data_ptr() != place.data_ptr():
-            p.grad = place.copy_(p.grad)  # frees what autograd has made
-        self.unreduced.add(slot)
+    def put(self, slots):
+        """Write the `.grad` of slots' parameters to their places in `gradients`, and let each
+        `.grad` be its place: so the sum over ranks will be there, and autograd adds the next
+        micro-step to it. One that is there already stays the same object. (All in one call: on an
+        accelerator a kernel for each would cost more time than all else here.)"""
+        new = self.elsewhere(slots, [slot.parameter.grad for slot in slots], self.gradients)
+        if new:
+            places = self.places_of_gradients(new)
+            torch._foreach_copy_(places, [slot.parameter.grad for slot in new])
+            for slot, place in zip(new, places):
+                slot.parameter.grad = place  # frees what autograd has made
+        self.unreduced.update(slots)
 
 
 def in_order_of_use(things: list, used) -> list:
@@ -284,18 +303,19 @@ class Wrapper(torch.nn.Module):
         raise RuntimeError(f"{self._get_name()}: {fact}")
 
     @contextlib.contextmanager
-    def _waiting(self, what):
+    def _waiting(self, *what):
         """Around a call that waits: time it, name it in a profile, and in an error."""
         start_s = time.perf_counter()
         try:
-            with torch.profiler.record_function(f"wait: {what}"):
+            with span("wait:", *what):
                 yield
         except RuntimeError as error:
-            raise RuntimeError(f"rank {dist.get_rank()} could not {what} (has another rank died, "
-                               f"left out a forward, a backward or saving, or called wrappers or "
-                               f"units in another order?): {error}") from error
+            raise RuntimeError(f"rank {dist.get_rank()} could not {text_of(*what)} (has another "
+                               f"rank died, left out a forward, a backward or saving, or called "
+                               f"wrappers or units in another order?): {error}") from error
         finally:
-            self.exposed_s += time.perf_counter() - start_s
+            if not math.isnan(self.exposed_s):  # to set an attribute of a Module takes 5 us
+                self.exposed_s += time.perf_counter() - start_s
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by factor, a number above 0, and no longer by W,
@@ -321,8 +341,8 @@ class Backward:
 
         task          the engine's number of it
         is_averaging  whether it averages gradients: not in no_sync()
-        to_come       slots whose gradient it has yet to bring
-        to_launch     buckets that are yet to be reduced, in order
+        to_come       {bucket: its slots whose gradient the backward has yet to bring}
+        to_launch     buckets that are yet to be filled, and reduced, in order
         reducing      the bucket whose reduction was started last, and not yet finished, or None
         came          {slot: None}: those whose gradient has come, in this order
     """
@@ -335,12 +355,12 @@ class Backward:
 
 class Reducer(Wrapper):
     """What DDP and the ZeRO stages share: hooks of each trained parameter notice a backward and
-    move its gradients into buckets, buckets are launched in order, and a callback ends the
+    that a gradient is complete, buckets are filled and launched in order, and a callback ends the
     backward.
 
         the first sign of a backward   _notice_backward -> _prepare_for_backward
-        a gradient is complete         _mark_param_ready -> _put
-                                       -> _launch_ready_buckets -> _finish_last, _launch
+        a gradient is complete         _mark_param_ready -> _launch_ready_buckets
+                                       -> _finish_last, _launch
         the backward ends              _finalize_backward -> _wait_for_buckets, _give_means
 
     A subclass says what a launch does, by `_start_reduction(bucket)`, and what is done with the sum
@@ -378,22 +398,19 @@ class Reducer(Wrapper):
 
     def _new_backward(self, task):  # a joint
         is_averaging = self.require_backward_grad_sync
-        to_launch = list(self._buckets) if is_averaging else []
-        return Backward(task, is_averaging, set(self._trained), to_launch)
+        to_come = {bucket: set(bucket.slots) for bucket in self._buckets}
+        return Backward(task, is_averaging, to_come, list(self._buckets))
 
     # ---- a gradient is complete
 
-    def _mark_param_ready(self, p):
-        """Hook of p: autograd has added to `p.grad` all that this backward adds. Move it into its
-        bucket, and launch the buckets that are ready."""
-        slot = self._slots[p]
-        self._backward.to_come.discard(slot)
+    def _mark_param_ready(self, slot, p):
+        """Hook of p, the slot's parameter: autograd has added to `p.grad` all that this backward
+        adds. With the last one of a bucket launch the buckets that are ready."""
+        to_come = self._backward.to_come[slot.bucket]
+        to_come.discard(slot)
         self._backward.came[slot] = None
-        self._put(slot)
-        self._launch_ready_buckets()
-
-    def _put(self, slot):  # a joint
-        slot.bucket.put(slot)
+        if not to_come:
+            self._launch_ready_buckets()
 
     def _launch_ready_buckets(self):
         """Launch buckets in their order, as far as they are ready. All ranks have that order in
@@ -407,23 +424,30 @@ class Reducer(Wrapper):
 
     def _is_ready(self, bucket):
         """Whether bucket has all the gradients that this backward brings."""
-        return self._backward.to_come.isdisjoint(bucket.slots)
+        return not self._backward.to_come[bucket]
 
     def _finish_last(self):
         """Finish the reduction that was started last, if there is one."""
         bucket, self._backward.reducing = self._backward.reducing, None
         if bucket is not None:
-            with self._waiting(f"reduce {bucket}"):
+            with self._waiting("reduce", bucket):
                 self._finish_reduction(bucket)
 
     def _launch(self, bucket):
-        """Start to reduce bucket. It is scaled before the sum, which might overflow."""
+        """Move gradients into bucket, and start to reduce it. It is scaled before the sum, which
+        might overflow. In no_sync() they only wait there."""
+        self._put(bucket, bucket.slots)
+        if not self._backward.is_averaging:
+            return
         scale = self._scale_before_sum()
         if scale != 1:
             bucket.gradients.mul_(scale)
-        with torch.profiler.record_function(f"start: reduce {bucket}"):
+        with span("start: reduce", bucket):
             self._start_reduction(bucket)
         self._backward.reducing = bucket
+
+    def _put(self, bucket, slots):  # a joint
+        bucket.put(slots)
 
     def _scale_before_sum(self):  # a joint
         return 1 / self.gradient_divide_factor
@@ -437,7 +461,7 @@ class Reducer(Wrapper):
         assert not backward.to_launch, "a backward brings a gradient of every parameter"
         if backward.is_averaging:
             self._wait_for_buckets()
-            self._give_means(self._trained)
+            self._give_means(self._used_slots())
             for bucket in self._buckets:
                 bucket.unreduced.clear()
         self._backward = None
@@ -452,12 +476,12 @@ class Reducer(Wrapper):
     def _wait_for_buckets(self):
         self._finish_last()
 
-    def _give_means(self, slots):  # a joint
-        for slot in slots:
-            self._give_mean(slot)
+    def _used_slots(self):  # a joint
+        """Those of which some rank has brought a gradient."""
+        return self._trained
 
-    def _give_mean(self, slot):
-        """Let `.grad` of the shard be the mean. In DDP it is: see `Bucket.put`."""
+    def _give_means(self, slots):
+        """Let `.grad` of slots' shards be the mean. In DDP it is: see `Bucket.put`."""
 
     # ---- what a script calls
 
@@ -476,27 +500,27 @@ class Reducer(Wrapper):
 
     def _track(self, buckets, frozen=()):
         """From now on move gradients into buckets. frozen: those of parameters without any."""
-        self._take_buckets(buckets, frozen, first_names(self._named("parameters")))
+        self._buckets = buckets
+        slots = {}
+        for bucket in (*buckets, *frozen):
+            self._free_at_end(bucket)
+            for slot in bucket.slots:
+                slots[slot.parameter] = slot
+        in_order = first_names(self._named("parameters"))
+        self._slots = {p: slots[p] for p in in_order if p in slots}
+        self._trained = [slot for slot in self._slots.values() if slot.bucket in buckets]
         for slot in self._trained:
             p = slot.parameter
             if not p.is_cpu:
                 self.exposed_s = math.nan
             self._add_hook(p.register_hook, weakly(self._notice_backward))
-            mark_param_ready = weakly(self._mark_param_ready)
+            mark_param_ready = weakly(self._mark_param_ready, slot)
             self._add_hook(p.register_post_accumulate_grad_hook, mark_param_ready)
 
-    def _take_buckets(self, buckets, frozen, parameters):
-        """parameters: in the order of the module."""
-        self._buckets = buckets
-        slots = {}
-        for bucket in (*buckets, *frozen):
-            for slot in bucket.slots:
-                slots[slot.parameter] = slot
-            # A bucket and its slots refer to each other, and so would wait for the garbage
-            # collector. Now they go with this wrapper.
-            weakref.finalize(self, bucket.slots.clear)
-        self._slots = {p: slots[p] for p in parameters if p in slots}
-        self._trained = [slot for slot in self._slots.values() if slot.bucket in buckets]
+    def _free_at_end(self, bucket):
+        """A bucket and its slots refer to each other, and so would wait for the garbage collector.
+        Now they go with this wrapper."""
+        weakref.finalize(self, bucket.slots.clear)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -551,7 +575,7 @@ class PlainDDP(Reducer):
         self._finish_last()
         while self._gathering:
             bucket = self._gathering.pop(0)
-            with self._waiting(f"reduce {bucket}"):
+            with self._waiting("reduce", bucket):
                 bucket.reduction.wait()
 
     # ---- construction
@@ -573,7 +597,7 @@ class PlainDDP(Reducer):
             broadcast([*names, *self._buffers_at_first()], self.process_group)
         buckets = []
         for parameters in fill_buckets(trained[::-1], self.bucket_cap_mb * 2**20):
-            buckets.append(Bucket(parameters, names))
+            buckets.append(Bucket([Slot(p, names[p]) for p in parameters]))
             self._provide_memory_of_gradients(buckets[-1])
         self._gathering = []  # buckets whose all-gather is under way
         self._track(buckets)
@@ -614,23 +638,24 @@ class RebuiltBuckets:
         """If buckets will have other parameters, move the means to new ones, bucket by bucket. Each
         `.grad` stays the same object."""
         super()._learn_order(came)
-        in_order = in_order_of_use(self._trained[::-1], came)
-        names = {slot.parameter: slot.fqn for slot in in_order}
-        parameters = fill_buckets(list(names), self.bucket_cap_mb * 2**20)
+        in_order = [slot.parameter for slot in in_order_of_use(self._trained[::-1], came)]
+        parameters = fill_buckets(in_order, self.bucket_cap_mb * 2**20)
         before = [{slot.parameter for slot in bucket.slots} for bucket in self._buckets]
         after = [set(some) for some in parameters]
         if after == before:
             return
         for bucket in self._buckets:
-            bucket.slots.clear()
             bucket.gradients = None  # the memory goes with the last `.grad` that is moved
-        self._take_buckets([Bucket(some, names) for some in parameters], (), self._slots)
-        for bucket in self._buckets:
+        self._buckets = []
+        for some in parameters:
+            bucket = Bucket([self._slots[p] for p in some])  # hooks know these slots
+            self._buckets.append(bucket)
+            self._free_at_end(bucket)
             self._provide_memory_of_gradients(bucket)
-            for slot in bucket.slots:
+            for slot, place in zip(bucket.slots, bucket.places_of_gradients(bucket.slots)):
                 gradient = slot.parameter.grad
                 if gradient is not None:
-                    gradient.data = bucket.place_of_gradient(slot).copy_(gradient)
+                    gradient.data = place.copy_(gradient)
 
 
 class UnevenRanks:
@@ -643,8 +668,8 @@ class UnevenRanks:
     and of one more, by which they see whether they average the same backwards. The order that the
     first one shows may differ between ranks: rank 0's is taken.
 
-        _accumulate_grad  {parameter: the node of the graph that adds to `.grad`}: autograd can
-                          tell whether a backward will reach it. It would make another one for each
+        _accumulate_grad  {slot: the node of the graph that adds to `.grad`}: autograd can tell
+                          whether a backward will reach it. It would make another one for each
                           backward if nobody kept it
         _unread_counts    (a `Count`, own history, own checksum), or None
     """
@@ -703,7 +728,7 @@ class UnevenRanks:
             # Of p itself: a class of its own would be asked for a view of p, and get another node.
             with torch._C.DisableTorchFunctionSubclass():
                 edge = torch.autograd.graph.get_gradient_edge(slot.parameter)
-                self._accumulate_grad[slot.parameter] = edge.node
+                self._accumulate_grad[slot] = edge.node
 
     def _prepare_for_backward(self, task):
         self._check_counts()
@@ -715,37 +740,30 @@ class UnevenRanks:
         question raises. It should: that writes no `.grad`, so nothing would be averaged.)"""
         backward = super()._new_backward(task)
         if backward.is_averaging:
-            for slot in self._trained:
-                node = self._accumulate_grad[slot.parameter]
+            for slot, node in self._accumulate_grad.items():
                 if not torch._C._will_engine_execute_node(node):
-                    backward.to_come.discard(slot)
-            if not backward.to_come:
+                    backward.to_come[slot.bucket].discard(slot)
+            if not any(backward.to_come.values()):
                 backward.is_averaging, backward.to_launch = False, []
         return backward
 
-    def _mark_param_ready(self, p):
-        """If autograd has left the gradient undefined, p still counts as used when
-        find_unused_parameters=False, as in torch's DDP."""
-        is_undefined = p.grad is None
-        super()._mark_param_ready(p)
-        if is_undefined and not self.find_unused_parameters:
-            slot = self._slots[p]
-            slot.bucket.unreduced.add(slot)
-
-    def _put(self, slot):
-        """Zeros where there is no gradient, as other ranks may have used the parameter."""
-        if slot.parameter.grad is not None:
-            super()._put(slot)
-        elif slot not in slot.bucket.unreduced:
-            slot.bucket.place_of_gradient(slot).zero_()
-
-    def _launch(self, bucket):
+    def _put(self, bucket, slots):
         """A parameter that this backward has not reached sends what no_sync() has held back, in DDP
-        whatever `.grad` holds, or zeros."""
-        for slot in bucket.slots:
-            if slot not in bucket.unreduced:
-                self._put(slot)
-        super()._launch(bucket)
+        whatever `.grad` holds, or zeros, as other ranks may have used it."""
+        with_gradient = [slot for slot in slots if slot.parameter.grad is not None]
+        if len(with_gradient) < len(slots) and self._backward.is_averaging:
+            self._put_zeros(bucket)
+        super()._put(bucket, with_gradient)
+
+    def _put_zeros(self, bucket):
+        """Where there is no gradient. If autograd has left it undefined, the parameter still counts
+        as used when find_unused_parameters=False, as in torch's DDP."""
+        for slot, place in zip(bucket.slots, bucket.places_of_gradients(bucket.slots)):
+            if slot.parameter.grad is None:
+                if slot not in bucket.unreduced:
+                    place.zero_()
+                if slot in self._backward.came and not self.find_unused_parameters:
+                    bucket.unreduced.add(slot)
 
     def _learn_order(self, came):
         """All ranks launch buckets in rank 0's order."""
@@ -768,23 +786,25 @@ class UnevenRanks:
         """Nothing is to come any more: launch the buckets that are left. At last `_check_counts`.
         (On an accelerator that is for the next forward or backward, as in torch: here the CPU would
         wait for the device.)"""
-        self._backward.to_come.clear()
+        for slots in self._backward.to_come.values():
+            slots.clear()
         self._launch_ready_buckets()
         super()._finalize_backward()
         if self._is_on_cpu:
             self._check_counts()
 
-    def _give_means(self, slots):
-        """A parameter that some rank has used gets its mean; one that no rank has used keeps
-        `grad is None`."""
+    def _used_slots(self):
+        """One that no rank has used gets no mean, and keeps `grad is None`."""
         counts = self._count_ranks_that_used()
-        super()._give_means([slot for slot, n in zip(slots, counts) if n > 0])
+        return [slot for slot, n in zip(super()._used_slots(), counts) if n > 0]
 
-    def _give_mean(self, slot):
-        """In DDP: if only other ranks have used the parameter, the mean is in the buffer alone."""
-        super()._give_mean(slot)
-        if self.shard_group is None and slot.parameter.grad is None:
-            slot.parameter.grad = slot.bucket.place_of_gradient(slot)
+    def _give_means(self, slots):
+        """In DDP: if only other ranks have used a parameter, the mean is in the buffer alone."""
+        super()._give_means(slots)
+        if self.shard_group is None:
+            for slot in slots:
+                if slot.parameter.grad is None:
+                    slot.parameter.grad, = slot.bucket.places_of_gradients([slot])
 
     def _count_ranks_that_used(self):
         """[on how many ranks each parameter was used]; costs an all-reduce of a number for each,
@@ -862,8 +882,14 @@ class Count:
         self.work = dist.all_reduce(self.counts, group=process_group, async_op=True)
 
     def wait(self):
-        self.work.wait()
-        return self.counts.tolist()
+        """Read them, on a stream of their own: that waits for the sum alone. On the current stream
+        the CPU would wait for all that the device has yet to do, such as an optimizer's step."""
+        if self.counts.is_cpu:
+            self.work.wait()
+            return self.counts.tolist()
+        with torch.Stream(self.counts.device):
+            self.work.wait()
+            return self.counts.tolist()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -988,7 +1014,7 @@ def named_tensors(module, kind):
     """[(name, tensor)] of all "parameters" or "buffers" of module, a tied one by each name."""
     found = []
     for prefix, m in named_modules(module):
-        for name, t in getattr(m, f"_{kind}").items():
+        for name, t in m.__dict__[f"_{kind}"].items():
             is_sent_as_parameter = kind == "buffers" and isinstance(t, torch.nn.Parameter)
             if t is not None and not is_sent_as_parameter:
                 found.append((f"{prefix}.{name}" if prefix else name, t))
@@ -1011,12 +1037,27 @@ def in_backward():
 
 def weakly(method, *first):
     """A hook that calls method with the arguments in first, and does not keep its object alive."""
-    weak_method = weakref.WeakMethod(method)
+    function, weak_self = method.__func__, weakref.ref(method.__self__)
 
     def hook(*arguments):
-        return weak_method()(*first, *arguments)
+        return function(weak_self(), *first, *arguments)
 
     return hook
+
+
+def span(*what):
+    """A context that names what is done in it in a profile. Nothing if nobody profiles: torch's own
+    would take longer than most of what it is put around."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(text_of(*what))
+    return NOTHING
+
+
+NOTHING = contextlib.nullcontext()
+
+
+def text_of(*what):
+    return " ".join(str(word) for word in what)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1045,7 +1086,7 @@ class GradBucket:
         return self._buffer
 
     def gradients(self):
-        return [self._bucket.view(slot, self._buffer) for slot in self._bucket.slots]
+        return self._bucket.views(self._bucket.slots, self._buffer)
 
     def set_buffer(self, buffer):
         self._buffer = buffer
@@ -1130,10 +1171,13 @@ def start_all_gather(flat: torch.Tensor, process_group: Group = None, tag: int =
     cuts: where chunks 1 to W-1 begin; None: at equal distances. Costs W-1 times this rank's chunk
     sent.
     """
-    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
+    rank, W = rank_and_size(process_group)
     if uses_torchs(flat, W, cuts):
         own = flat.view(W, -1)[rank]
-        return dist.all_gather_single(flat, own, group=process_group, async_op=True)
+        # torch 2.11 knows it by its older name only.
+        is_old = not hasattr(dist, "all_gather_single")
+        all_gather = dist.all_gather_into_tensor if is_old else dist.all_gather_single
+        return all_gather(flat, own, group=process_group, async_op=True)
     chunks = cut_into_chunks(flat, W, cuts)
     return exchange([chunks[rank]] * W, chunks, process_group, tag)
 
@@ -1145,7 +1189,7 @@ def start_reduce_scatter(flat: torch.Tensor, process_group: Group = None, tag: i
     cuts: as in `start_all_gather`. Not torch's own: that adds in an order of its own, and 16-bit
     numbers in 16 bits.
     """
-    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
+    rank, W = rank_and_size(process_group)
     if uses_torchs(flat, W, cuts):
         # The same additions, and one call for Python at any W. It copies this rank's own, too.
         arriving = torch.empty_like(flat)
@@ -1162,10 +1206,17 @@ def start_all_reduce(flat: torch.Tensor, process_group: Group = None, tag: int =
     return AllReduce(flat, process_group, tag)
 
 
+def rank_and_size(process_group):
+    """(this rank's number in a group, W). Asked of the group itself, as torch's functions take 5 us
+    to find out which one is meant."""
+    group = process_group or dist.group.WORLD
+    return group.rank(), group.size()
+
+
 def uses_torchs(flat, W, cuts):
     """Whether to use torch's own collectives. Those of accelerators require equal chunks; gloo's,
     on a CPU, take longer than `exchange`."""
-    return not flat.is_cpu and cuts is None and len(flat) % W == 0
+    return not flat.is_cpu and cuts is None and flat.numel() % W == 0
 
 
 def cut_into_chunks(flat, W, cuts):
@@ -1188,9 +1239,10 @@ def exchange(sends, receives, process_group, tag):
     """Start to send the r-th of sends to rank r, and to receive the r-th of receives from it ->
     wait(). This rank's own, and empty ones, are left out."""
     messages = []
+    rank, _ = rank_and_size(process_group)
     for operation, tensors in ((dist.irecv, receives), (dist.isend, sends)):
         for peer, tensor in enumerate(tensors):
-            if peer != dist.get_rank(process_group) and tensor.numel() > 0:
+            if peer != rank and tensor.numel() > 0:
                 messages.append(dist.P2POp(operation, tensor, group=process_group, tag=tag,
                                            group_peer=peer))
     return Messages(messages)
@@ -1214,7 +1266,7 @@ def add_in_rank_order(contributions: list[torch.Tensor], out: torch.Tensor) -> N
 
 def reduce_chunks(chunks, process_group, tag):
     """`start_reduce_scatter` of a buffer that was cut into chunks, of any lengths."""
-    rank, W = dist.get_rank(process_group), dist.get_world_size(process_group)
+    rank, W = rank_and_size(process_group)
     own = chunks[rank]
     contributions = list(own.new_empty(W - 1, len(own)))  # of the others
     contributions.insert(rank, own)  # now the r-th is rank r's
@@ -1243,7 +1295,8 @@ class ReduceInPieces:
 
     def __init__(self, chunks, most_bytes, process_group, tag=0):
         self.chunks, self.arguments = chunks, (process_group, tag)
-        self.own = chunks[dist.get_rank(process_group)]
+        rank, _ = rank_and_size(process_group)
+        self.own = chunks[rank]
         self.longest = max(len(chunk) for chunk in chunks)
         arriving_bytes = self.longest * self.own.itemsize * (len(chunks) - 1)
         n_pieces = max(1, math.ceil(arriving_bytes / most_bytes))
@@ -1270,7 +1323,8 @@ class AllReduce:
 
     def __init__(self, flat, process_group, tag):
         self.arguments = flat, process_group, tag
-        self.is_torchs = dist.get_world_size(process_group) <= 2
+        _, W = rank_and_size(process_group)
+        self.is_torchs = W <= 2
         if self.is_torchs:
             self.half = dist.all_reduce(flat, group=process_group, async_op=True)
         else:

@@ -17,9 +17,9 @@ In this order: guards of all wrappers; what a script may do with a parameter (`A
 gradient (`Part`) of a stage; guards of stages.
 """
 
+import contextlib
 import copy
 import dataclasses
-import functools
 import math
 import weakref
 
@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 # -------------------------------------------------------------------------------------------------
 # guards of all wrappers
 
+IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"  # where torch notes them at a parameter
 WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
@@ -100,7 +101,7 @@ class Guards:
         # there is a weak reference.
         self._guard_not_to_swap = [weakref.ref(slot.parameter) for slot in self._trained]
         self._guard_frozen = {p for _, p in self._named("parameters") if not p.requires_grad}
-        self._guard_given = {}  # {parameter: a weak reference to the `.grad` that was given}
+        self._guard_given = {}  # {slot: a weak reference to the `.grad` that was given}
 
     @torch.compiler.disable
     def _prepare_forward(self):
@@ -109,23 +110,28 @@ class Guards:
         super()._prepare_forward()
 
     def _guard_parameters(self):
-        """Each trained parameter has one hook, which is ours. Takes 1 us per parameter, 5 us in the
-        stages."""
+        """Each trained parameter has one hook, which is ours. Takes 1 us per parameter."""
+        with torch._C.DisableTorchFunctionSubclass():  # to be asked, Absent takes 5 us
+            self._guard_each_parameter()
+
+    def _guard_each_parameter(self):
         for name, p in self._named("parameters"):
-            n_hooks = len(p._post_accumulate_grad_hooks or ())
-            if p.requires_grad and n_hooks != 1 and isinstance(p, torch.nn.Parameter):
-                if n_hooks > 1:
+            hooks = p._post_accumulate_grad_hooks
+            if p.requires_grad and len(hooks or ()) != 1 and isinstance(p, torch.nn.Parameter):
+                if hooks:
                     self._refuse(f"{name} got a post-accumulate hook after wrapping, or was "
                                  f"wrapped twice: the hook would see what is not averaged yet")
                 change = "unfrozen" if p in self._guard_frozen else "added or replaced"
                 self._refuse(f"{name} was {change} after wrapping, so its gradient would not be "
                              f"averaged: wrap last (what is frozen after wrapping may be unfrozen)")
-            self._refuse_optimizer_in_backward(name, p)
-            if self.shard_group is None and p in self._slots:
-                buffer = self._slots[p].bucket.gradients
+            if IN_BACKWARD_OPTIMIZERS in p.__dict__:
+                self._refuse_optimizer_in_backward(name)
+        if self.shard_group is None:
+            for slot in self._trained:
+                p, buffer = slot.parameter, slot.bucket.gradients
                 if p.dtype != buffer.dtype or p.device != buffer.device:
-                    self._refuse(f"{name} has become {p.dtype} on {p.device}: cast and move the "
-                                 f"module before wrapping it")
+                    self._refuse(f"{slot.fqn} has become {p.dtype} on {p.device}: cast and move "
+                                 f"the module before wrapping it")
 
     def _apply(self, *arguments, **options):
         """What .to() and the like do. One that changes nothing is right."""
@@ -133,10 +139,9 @@ class Guards:
         self._guard_parameters()
         return self
 
-    def _refuse_optimizer_in_backward(self, name, p):
-        if "_in_backward_optimizers" in vars(p):
-            self._refuse(f"{name} has an optimizer that steps in the backward, before gradients "
-                         f"are averaged: make an optimizer of model.parameters()")
+    def _refuse_optimizer_in_backward(self, name):
+        self._refuse(f"{name} has an optimizer that steps in the backward, before gradients are "
+                     f"averaged: make an optimizer of model.parameters()")
 
     # ---- a backward
 
@@ -163,46 +168,45 @@ class Guards:
         if not given.isdisjoint(slot.shard for slot in self._trained):
             self._guard_end_of_backward(f"a step of {type(optimizer).__name__}")
 
-    def _notice_backward(self, gradient=None):
-        if compiled_autograd.in_compiled_autograd_region:
-            self._refuse("a backward by compiled autograd, which makes no callback at its end: "
-                         "switch it off, as by torch._dynamo.config.compiled_autograd = False")
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            return  # this hook was called by hand
-        if self._backward is not None and task != self._backward.task:
-            self._refuse("a backward inside another, or after one that raised: pass "
-                         "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
-        super()._notice_backward(gradient)
-
     def set_gradient_divide_factor(self, factor):
         if not 0 < factor < math.inf:
             self._refuse(f"the gradient divide factor must be a number above 0, not {factor}")
         super().set_gradient_divide_factor(factor)
 
     def _prepare_for_backward(self, task):
+        if compiled_autograd.in_compiled_autograd_region:
+            self._refuse("a backward by compiled autograd, which makes no callback at its end: "
+                         "switch it off, as by torch._dynamo.config.compiled_autograd = False")
+        if task == -1:
+            return  # a hook was called by hand
+        if self._backward is not None:
+            self._refuse("a backward inside another, or after one that raised: pass "
+                         "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
+        self._guard_marks()
         try:
             super()._prepare_for_backward(task)
         except RuntimeError as error:
             if "autograd.grad" not in str(error):
                 raise
             self._refuse("torch.autograd.grad() of parameters averages nothing: use backward()")
-        for p, reference in self._guard_given.items():
-            slot = self._slots[p]
+        for slot, reference in self._guard_given.items():
             kept = reference()
             if kept is not None and kept is not slot.shard.grad:
                 with torch._C.DisableTorchFunctionSubclass():
                     kept.data = kept.data.clone()  # this backward will write to the bucket
 
-    def _mark_param_ready(self, p):
-        name = self._slots[p].fqn
+    def _guard_marks(self):  # a joint
+        """A backward begins."""
+
+    def _mark_param_ready(self, slot, p):
         if p.grad is not None and p.grad.is_sparse:
-            self._refuse(f"{name} has a sparse gradient: pass sparse=False to its Embedding")
-        if torch.is_grad_enabled():  # as it is in a backward with create_graph=True
-            self._refuse(f"{name}: a mean over ranks cannot be differentiated, so there is no "
+            self._refuse(f"{slot.fqn} has a sparse gradient: pass sparse=False to its Embedding")
+        is_first = not self._backward.came
+        if is_first and torch.is_grad_enabled():  # as it is in a backward with create_graph=True
+            self._refuse(f"{slot.fqn}: a mean over ranks cannot be differentiated, so there is no "
                          f"backward(create_graph=True): take torch.autograd.grad(loss, inputs, "
                          f"create_graph=True), and add a penalty to the loss")
-        super()._mark_param_ready(p)
+        super()._mark_param_ready(slot, p)
 
     def _finalize_backward(self):
         try:
@@ -210,7 +214,7 @@ class Guards:
         finally:  # it may raise after it has given gradients
             for slot in self._trained:
                 if slot.shard.grad is not None:
-                    self._guard_given[slot.parameter] = weakref.ref(slot.shard.grad)
+                    self._guard_given[slot] = weakref.ref(slot.shard.grad)
 
     # ---- DDP: do ranks average what belongs together?
     #
@@ -271,17 +275,10 @@ def in_backward():
     return torch._C._current_graph_task_id() != -1
 
 
-def outside_functorch(method):
-    """Inside of torch.func.jvp and the like, leave it for the time of a call: tensors that are made
-    there could not be used outside."""
-    @functools.wraps(method)
-    def call_outside(*arguments):
-        if not in_functorch():
-            return method(*arguments)
-        with temporarily_clear_interpreter_stack():
-            return method(*arguments)
-
-    return call_outside
+def outside_functorch():
+    """A context that leaves torch.func.jvp and the like: tensors that are made inside of these
+    could not be used outside."""
+    return temporarily_clear_interpreter_stack() if in_functorch() else contextlib.nullcontext()
 
 
 def in_functorch():
@@ -630,19 +627,24 @@ class ShardGuards(Guards):
 
     def _wait_for_unshard(self, unit):
         """After it unit's parameters may be read."""
-        if unit not in self._guard_hidden or not unit.is_current:
-            return super()._wait_for_unshard(unit)
-        for p in unit.parameters:
-            p.__class__ = p._watch.kind
-        super()._wait_for_unshard(unit)
-        for p in unit.parameters:
-            p._watch.seen = p.data_ptr(), p._version, p.requires_grad
-        self._guard_hidden.discard(unit)
+        is_to_be_shown = unit in self._guard_hidden and unit.is_current
+        if not is_to_be_shown and not unit.gathers:
+            return  # as the stage's
+        if is_to_be_shown:
+            for p in unit.parameters:
+                p.__class__ = p._watch.kind
+        with outside_functorch():
+            super()._wait_for_unshard(unit)
+        if is_to_be_shown:
+            for p in unit.parameters:
+                p._watch.seen = p.data_ptr(), p._version, p.requires_grad
+            self._guard_hidden.discard(unit)
 
     def _unshard(self, unit):
         if not unit.is_current:
-            self._outdate_if_written(unit)
-        super()._unshard(unit)
+            with outside_functorch():
+                self._outdate_if_written(unit)
+                super()._unshard(unit)
 
     def _reshard(self, unit):
         """Stage 3 only: unit's parameters become Absent."""
@@ -674,13 +676,15 @@ class ShardGuards(Guards):
     # ---- shards
 
     def _check_shards(self):
-        for p, slot in self._slots.items():
-            shard = slot.shard
-            if p.requires_grad != shard.requires_grad:  # a script has frozen or unfrozen the shard
-                p.requires_grad = shard.requires_grad
-            if shard._backward_hooks or shard._post_accumulate_grad_hooks:
-                self._refuse(f"{slot.fqn}: a shard's hooks do not run: hook the module's")
-            self._refuse_optimizer_in_backward(slot.fqn, shard)
+        with torch._C.DisableTorchFunctionSubclass():  # to be asked, Absent takes 5 us
+            for p, slot in self._slots.items():
+                shard = slot.shard
+                if p.requires_grad != shard.requires_grad:  # a script has frozen or unfrozen it
+                    p.requires_grad = shard.requires_grad
+                if shard._backward_hooks or shard._post_accumulate_grad_hooks:
+                    self._refuse(f"{slot.fqn}: a shard's hooks do not run: hook the module's")
+                if IN_BACKWARD_OPTIMIZERS in shard.__dict__:
+                    self._refuse_optimizer_in_backward(slot.fqn)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -692,7 +696,11 @@ class ShardGuards(Guards):
         for bucket in self._all_buckets():
             has_moved = False
             for slot in bucket.slots:
-                if place_of(slot.shard) != slot.parameter._watch.home:
+                _, address = home = slot.parameter._watch.home
+                is_there = slot.shard.data_ptr() == address
+                if is_there and address == 0:  # as of all empty tensors
+                    is_there = place_of(slot.shard) == home
+                if not is_there:
                     has_moved = True
             if has_moved:
                 self._move(bucket)
@@ -714,28 +722,24 @@ class ShardGuards(Guards):
     # ---- forward
 
     @torch.compiler.disable
-    @outside_functorch
     def _prepare_forward(self):
-        self._hide_all()
-        self._bring_home()
-        self._check_shards()
-        super()._prepare_forward()
+        with outside_functorch():
+            self._hide_all()
+            self._bring_home()
+            self._check_shards()
+            super()._prepare_forward()
 
-    @outside_functorch
     def _begin_forward(self, units):
         if torch.is_grad_enabled():
             self._guard_awaits_backward = True
-        for unit in self._units:
-            self._outdate_if_written(unit)
-        super()._begin_forward(units)
+        with outside_functorch():
+            for unit in self._units:
+                self._outdate_if_written(unit)
+            super()._begin_forward(units)
 
-    @outside_functorch
-    def _use(self, unit):
-        super()._use(unit)
-
-    @outside_functorch
     def _post_forward(self, *arguments):
-        super()._post_forward(*arguments)
+        with outside_functorch():
+            super()._post_forward(*arguments)
 
     def _end_forward(self):
         super()._end_forward()
@@ -750,24 +754,26 @@ class ShardGuards(Guards):
                          "jacrev, but stage 3 needs them: use Zero2, or torch.autograd.grad()")
         return super()._take_notes()
 
-    def _pack_inside(self, outer, t):
+    def _bucket_of(self, t):
         """Stage 3 only: a checkpoint must not keep views of weights, which would be old."""
-        if in_backward() and t.layout is torch.strided:
-            memory = t.untyped_storage()._cdata
-            freed = self._guard_freed.get(memory)
-            if freed is not None and not freed.expired() and memory not in self._bucket_at_memory:
+        bucket = super()._bucket_of(t)
+        if bucket is None and self._backward is not None and t.layout is torch.strided:
+            freed = self._guard_freed.get(t.untyped_storage()._cdata)
+            if freed is not None and not freed.expired():
                 self._refuse("a selective checkpoint has kept a view of a weight that was freed "
                              "since: let its policy recompute views, such as aten.t")
-        return super()._pack_inside(outer, t)
+        return bucket
 
     # ---- backward: a shard's `.grad` is a Part, or Held
 
-    def _prepare_for_backward(self, task):
+    def _guard_marks(self):
         """Take the marks away. Where no_sync() held a gradient back and the mark is gone already,
         zero_grad() of an optimizer has dropped it. Where a loss over shards has added to the mark,
         by which its version is above 0, it is a gradient."""
         for slot in self._trained:
             watch, gradient = slot.parameter._watch, slot.shard.grad
+            if gradient is None and not slot.bucket.unreduced:
+                continue  # as it is in most backwards
             if not isinstance(gradient, Held):
                 slot.bucket.unreduced.discard(slot)
             is_mark = isinstance(gradient, Held) and gradient is watch.mark
@@ -778,7 +784,6 @@ class ShardGuards(Guards):
             watch.mark = None
         for unit in self._units:
             self._outdate_if_written(unit)
-        super()._prepare_for_backward(task)
 
     def _finalize_backward(self):
         """Put the marks on. Outside of a forward nobody reads parameters now."""

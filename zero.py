@@ -55,7 +55,6 @@ something before or after a method of the plain stage, and calls that.
 """
 
 import collections
-import contextlib
 import functools
 import math
 import typing
@@ -64,16 +63,24 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import eval_frame
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
-from ddp import (ALIGN_CHUNK_BYTES, Bucket, HierarchicalState, Reducer, UnevenRanks,
-                 add_in_rank_order, broadcast, bucket_bytes, fill_buckets, first_names, in_backward,
-                 in_order_of_use, named_modules, named_tensors, round_up, start_all_gather,
-                 start_all_reduce, start_reduce_scatter, weakly)
+from ddp import (ALIGN_CHUNK_BYTES, NOTHING, Bucket, HierarchicalState, Reducer, Slot,
+                 UnevenRanks, add_in_rank_order, broadcast, bucket_bytes, fill_buckets, first_names,
+                 in_backward, in_order_of_use, named_modules, named_tensors, round_up, span,
+                 start_all_gather, start_all_reduce, start_reduce_scatter, weakly)
 from guards import ShardGuards
 
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
+
+
+def never_compiled(method):
+    """As torch.compiler.disable, which takes 3 us a call: nothing that method calls is compiled."""
+    skip = eval_frame.FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(method.__code__, eval_frame.FrameExecStrategy(skip, skip))
+    return method
 
 
 # -------------------------------------------------------------------------------------------------
@@ -164,12 +171,17 @@ class ShardedBucket(Bucket):
         self.unit, self.rank, self.device = unit, sharding.rank, sharding.device
         self.dtype, self.param_dtype, self.reduce_dtype = dtypes
         itemsize = min(dtype.itemsize for dtype in dtypes)  # so alignment holds in all of them
-        super().__init__(parameters, sharding.names, ALIGN_BYTES // itemsize)
+        slots = [Slot(p, sharding.names[p]) for p in parameters]
+        super().__init__(slots, ALIGN_BYTES // itemsize)
         self.n = max(1, self.n)  # some memory also for parameters without elements
         ends = self.lay_out(sharding.W, ALIGN_CHUNK_BYTES // itemsize)
         self.first, self.end = ends[self.rank], ends[self.rank + 1]  # of this rank's chunk
         self.size = self.end - self.first  # S
         self.unsharded, self.sharded, self.sharded_gradients = None, None, None
+        self.shard_layouts = {slot: self.shard_layout(slot) for slot in slots}
+        # What parameters are while there is no `unsharded`: one element, seen in p's shape.
+        nan = torch.full((), math.nan, device=self.device).to(self.param_dtype)
+        self.nans = [nan.expand(slot.shape) for slot in slots]
 
     # ---- which elements are this rank's
 
@@ -192,17 +204,20 @@ class ShardedBucket(Bucket):
         end = min(max(self.end - slot.start, 0), n)
         return first, end
 
-    def shard_view(self, slot, buffer):
-        """This rank's part of a parameter, `shard_range`, as a view of buffer, this rank's chunk,
-        (S,). Its shape is (n, 1, ..., 1), with as many dimensions as the parameter; (n,) if that
-        has none; n may be 0."""
+    def shard_layout(self, slot):
+        """(shape, strides, first element) in this rank's chunk of its part of a parameter,
+        `shard_range`. The shape is (n, 1, ..., 1), with as many dimensions as the parameter; (n,)
+        if that has none; n may be 0."""
         first, end = self.shard_range(slot)
-        if first == end:
-            part = buffer[:0]
-        else:
-            part = buffer[slot.start + first - self.first:slot.start + end - self.first]
-        ones = [1] * (len(slot.shape) - 1)
-        return part.view(end - first, *ones)
+        n = end - first
+        start = slot.start + first - self.first if n > 0 else 0
+        ones = (1,) * max(1, len(slot.shape))
+        return (n, *ones[1:]), ones, start
+
+    def shard_view(self, slot, buffer):
+        """This rank's part of a parameter, as a view of buffer, this rank's chunk, (S,)."""
+        shape, strides, start = self.shard_layouts[slot]
+        return buffer.as_strided(shape, strides, buffer.storage_offset() + start)
 
     # ---- parameters
 
@@ -211,51 +226,63 @@ class ShardedBucket(Bucket):
         """(n,), for whole parameters."""
         return torch.empty(self.n, dtype=self.param_dtype, device=self.device)
 
-    @torch.inference_mode(False)
     def point_parameters(self):
-        """Give the module's parameters their values: views of `unsharded`. If that is None, a nan
-        that is expanded to p's shape and takes no memory. (Autograd asks for the shape, and whoever
-        reads a weight too early gets nan, not an old value.)
+        """Give the module's parameters their values: views of `unsharded`, unless they are there.
 
         Assigning `.data` is how a value comes and goes. The Parameter stays the same object for the
         module, for its hooks and for autograd's graph; only the memory behind it is another."""
-        for slot in self.slots:
-            if self.unsharded is not None:
-                slot.parameter.data = self.view(slot, self.unsharded)
-            else:
-                # .to: an integer dtype has no nan, but gets some number.
-                nan = torch.full((), float("nan"), device=self.device).to(self.param_dtype)
-                slot.parameter.data = nan.expand(slot.shape)
+        parameters = [slot.parameter for slot in self.slots]
+        old = self.elsewhere(self.slots, parameters, self.unsharded)
+        for slot, view in zip(old, self.views(old, self.unsharded)):
+            slot.parameter.data = view
+
+    def free_parameters(self):
+        """Until they are gathered again they are nan. (Autograd asks for the shape, and whoever
+        reads a weight too early gets nan, not an old value.)"""
+        self.unsharded = None
+        for slot, nan in zip(self.slots, self.nans):
+            slot.parameter.data = nan
 
     # ---- gradients
 
-    def place_of_gradient(self, slot):
+    def places_of_gradients(self, slots):
         """As `Bucket`; allocate `gradients` if it is None."""
         if self.gradients is None:
             self.gradients = torch.empty(self.n, dtype=self.reduce_dtype, device=self.device)
-        return super().place_of_gradient(slot)
+        return super().places_of_gradients(slots)
 
-    def put(self, slot):
-        """Move the parameter's `.grad` into its place in `gradients`, and set it to None, so that
-        its memory is freed. (The mean will have another place.) If the slot is in `unreduced`,
-        no_sync() has left a sum there, to which `.grad` is added."""
-        place = self.place_of_gradient(slot)
-        gradient, slot.parameter.grad = slot.parameter.grad, None
-        if slot in self.unreduced:
-            place.add_(gradient)
-        else:
-            place.copy_(gradient)
-        self.unreduced.add(slot)
+    def put(self, slots):
+        """Move the `.grad` of slots' parameters into their places in `gradients`, and set them to
+        None, so that their memory is freed. (The mean will have another place.) Where a slot is in
+        `unreduced`, no_sync() has left a sum, to which `.grad` is added."""
+        held = [slot for slot in slots if slot in self.unreduced]
+        new = [slot for slot in slots if slot not in self.unreduced]
+        if held:
+            gradients = [slot.parameter.grad for slot in held]
+            torch._foreach_add_(self.places_of_gradients(held), gradients)
+        if new:
+            gradients = [slot.parameter.grad for slot in new]
+            torch._foreach_copy_(self.places_of_gradients(new), gradients)
+        for slot in slots:
+            slot.parameter.grad = None
+        self.unreduced.update(new)
 
     def free_gradients(self):
-        """Until `put` gets the next one."""
-        with torch.profiler.record_function(f"free: gradients of {self}"):
+        """Until `put` gets the next ones."""
+        with span("free: gradients of", self):
             self.gradients = None
 
     def place_of_mean(self, slot):
         """The part of `sharded_gradients` that is a parameter's, shaped as its shard. `.data` as in
         `Bucket`."""
         return self.shard_view(slot, self.sharded_gradients).data
+
+    def has_no_means(self):
+        """Whether zero_grad() has set each shard's `.grad` to None."""
+        for slot in self.slots:
+            if slot.shard.grad is not None:
+                return False
+        return True
 
     # ---- construction and loading
 
@@ -340,7 +367,10 @@ class Stage(Reducer):
         self._build_buckets()
         broadcast([t for _, t in self._named("buffers")], self.process_group)
         for bucket in self._all_buckets():
-            bucket.point_parameters()
+            if bucket.unsharded is None:
+                bucket.free_parameters()
+            else:
+                bucket.point_parameters()
         self._track(*order_of_backward(self._units, self._sharding.names))
         self._shards = {slot.shard for slot in self._slots.values()}
         self._add_hooks()
@@ -462,16 +492,16 @@ class PlainZero1(Stage):
     def _add_hooks(self):
         """On the modules of the units, the root's too: so `model.module(x)` works as well."""
         for unit in self._units:
+            before, after = weakly(self._pre_forward, unit), weakly(self._post_forward, unit)
             # torch.compile: a unit's hooks run around its graph.
-            self._hook_forward(unit, unit.module, torch.compiler.disable)
+            self._hook_forward(unit.module, torch.compiler.disable(before),
+                               torch.compiler.disable(after))
         self._hook_steps(register_optimizer_step_post_hook, self._after_step)
 
-    def _hook_forward(self, unit, module, decorate):
+    def _hook_forward(self, module, before, after):
         """Around each forward of module, also one that raises."""
-        before, after = weakly(self._pre_forward, unit), weakly(self._post_forward, unit)
-        self._add_hook(module.register_forward_pre_hook, decorate(before), prepend=True,
-                       with_kwargs=True)
-        self._add_hook(module.register_forward_hook, decorate(after), always_call=True)
+        self._add_hook(module.register_forward_pre_hook, before, prepend=True, with_kwargs=True)
+        self._add_hook(module.register_forward_hook, after, always_call=True)
 
     def _pre_forward(self, unit, module, *_):
         """Before a unit's forward. In a backward it is computed once more, for a checkpoint."""
@@ -506,6 +536,13 @@ class PlainZero1(Stage):
         """Whole gradients are kept, so the means of the own chunk are a part of them."""
         bucket.sharded_gradients = bucket.own_chunk(bucket.gradients)
 
+    def _free_means(self):
+        """For stages in which they have memory of their own: what zero_grad() has dropped takes
+        none in the forward, where activations need it."""
+        for bucket in self._buckets:
+            if bucket.has_no_means():
+                bucket.sharded_gradients = None
+
     # ---- forward: gather what the optimizer has changed
 
     def _begin_forward(self, units):
@@ -529,7 +566,7 @@ class PlainZero1(Stage):
             return
         self._provide_memory(unit)
         unit.is_current = True
-        with torch.profiler.record_function(f"start: unshard {unit}"):
+        with span("start: unshard", unit):
             for bucket in unit.buckets:
                 gather = start_all_gather(bucket.unsharded, self.shard_group, unit.tag, bucket.cuts)
                 unit.gathers.append(gather)
@@ -544,7 +581,7 @@ class PlainZero1(Stage):
             return
         while unit.gathers:
             gather = unit.gathers.pop(0)
-            with self._waiting(f"unshard {unit}"):
+            with self._waiting("unshard", unit):
                 gather.wait()
         for bucket in unit.buckets:
             bucket.point_parameters()  # in stage 3; before it only where a script has set p.data
@@ -580,8 +617,9 @@ class PlainZero1(Stage):
         []. Here there are none."""
         return []
 
-    def _give_mean(self, slot):
-        slot.shard.grad = slot.bucket.place_of_mean(slot)
+    def _give_means(self, slots):
+        for slot in slots:
+            slot.shard.grad = slot.bucket.place_of_mean(slot)
 
     # ---- after the first step
 
@@ -619,6 +657,10 @@ class PlainZero2(PlainZero1):
     freed when they are reduced, so each micro-step reduces. Means add up in the shards' `.grad`,
     micro batch after micro batch, as one process accumulates them."""
 
+    def _begin_forward(self, units):
+        self._free_means()
+        super()._begin_forward(units)
+
     def _check_means(self):
         """Means have memory of their own."""
 
@@ -634,7 +676,7 @@ class PlainZero2(PlainZero1):
     def _earlier(self, bucket):
         """The means are still there, unless zero_grad() has set `.grad` to None. If it has not for
         all, those become zeros."""
-        if all(slot.shard.grad is None for slot in bucket.slots):
+        if bucket.has_no_means():
             return []
         for slot in bucket.slots:
             if slot.shard.grad is None:
@@ -693,6 +735,7 @@ class PlainZero3(PlainZero2):
 
     def _begin_forward(self, units):
         """A hook will use the root first."""
+        self._free_means()
         self._started_last, self._to_start = self._root, with_parameters(units[1:])
 
     def _use(self, unit):
@@ -760,11 +803,10 @@ class PlainZero3(PlainZero2):
             return
         self._wait_for_unshard(unit)
         unit.is_current = False
-        with torch.profiler.record_function(f"free: {unit}"):
+        with span("free:", unit):
             for bucket in unit.buckets:
                 del self._bucket_at_memory[bucket.unsharded.untyped_storage()._cdata]
-                bucket.unsharded = None
-                bucket.point_parameters()
+                bucket.free_parameters()
 
     def _outdate(self, unit):
         self._reshard(unit)
@@ -785,14 +827,18 @@ class PlainZero3(PlainZero2):
         return torch.autograd.graph.saved_tensors_hooks(self._pack, call_note)
 
     def _pack(self, t):
-        """t, a tensor that autograd saves -> a note. For a view of the memory of a whole unit:
-        `_view_again`, by bucket and layout."""
+        """t, a tensor that autograd saves -> a note."""
         bucket = self._bucket_of(t)
+        if bucket is not None:
+            is_plain = t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg()
+            assert is_plain, f"autograd saves a view of {bucket} as other numbers"
+        return self._note_of(t, bucket)
+
+    def _note_of(self, t, bucket):
+        """Of a view of the memory of a whole unit, which is bucket's: `_view_again`, by layout."""
         if bucket is None:
             # Detached: t may be the output of the node that saves it, and would keep itself alive.
             return functools.partial(self._kept_again, t.detach(), t._version)
-        is_plain = t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg()
-        assert is_plain, f"autograd saves a view of {bucket} as other numbers"
         layout = t.shape, t.stride(), t.storage_offset()
         return functools.partial(self._view_again, bucket, layout, bucket.unit.n_updates)
 
@@ -847,11 +893,27 @@ class UnevenForwards(UnevenRanks):
         self._in_forward = []
         super()._add_hooks()
         for unit in self._units:
+            before, after = weakly(self._pre_part, unit), weakly(self._post_part, unit)
             for m in unit.submodules:
                 if m is not unit.module and m._parameters:
-                    self._hook_forward(unit, m, unless_compiling)
+                    self._hook_forward(m, unless_compiling(before), unless_compiling(after))
 
     # ---- forward
+
+    def _pre_part(self, unit, module, inputs, kwargs):
+        """Hook of a submodule. In its unit's forward nothing is to be done."""
+        if not self._is_in_forward_of(unit, module):
+            self._pre_forward(unit, module, inputs, kwargs)
+
+    def _is_in_forward_of(self, unit, part):
+        if not self._in_forward:
+            return False
+        module, unit_around = self._in_forward[-1]
+        return unit_around is unit and module is not part  # it may call itself
+
+    def _post_part(self, unit, module, *_):
+        if self._in_forward and self._in_forward[-1][0] is module:
+            self._post_forward(unit, module)
 
     def forward(self, *inputs, **kwargs):
         if not in_backward():
@@ -918,13 +980,14 @@ class UnevenForwards(UnevenRanks):
             return True  # the address of nothing is 0 everywhere, so it could not be compared
         return gradient is not None and gradient.data_ptr() == mean.data_ptr()
 
-    def _give_mean(self, slot):
+    def _give_means(self, slots):
         """If there is a `.grad`, it stays the same object, as scripts keep lists of gradients."""
-        if slot.shard.grad is None:
-            super()._give_mean(slot)
-        elif not self._is_home(slot):
-            # A loss over the shards has made it.
-            slot.shard.grad.data = slot.bucket.place_of_mean(slot).add_(slot.shard.grad)
+        without = [slot for slot in slots if slot.shard.grad is None]
+        for slot in slots:
+            if slot.shard.grad is not None and not self._is_home(slot):
+                # A loss over the shards has made it.
+                slot.shard.grad.data = slot.bucket.place_of_mean(slot).add_(slot.shard.grad)
+        super()._give_means(without)
 
     def _earlier(self, bucket):
         """As the stage, if it has the means of before. It has not where a script has replaced some
@@ -977,6 +1040,9 @@ class UnevenForwards(UnevenRanks):
         """Also forgets what no_sync() has held back, and a backward that has raised, for whose
         all-gathers it waits."""
         super().zero_grad(set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():  # guards' class would take the shard's
+            for slot in self._trained:
+                slot.parameter.grad = None  # was on its way to a bucket
         for unit in self._units:
             self._wait_for_unshard(unit)
         self._gathers_all = True
@@ -1100,18 +1166,26 @@ class UnevenOrder(UnevenForwards):
             _, unit_around = self._in_forward[-1]
             self._use(unit_around)
 
+    def _is_in_forward_of(self, unit, part):
+        """Inside of a checkpoint, whose hooks are on top, there is something to be done."""
+        if not super()._is_in_forward_of(unit, part):
+            return False
+        return not torch.is_grad_enabled() or self._takes_notes(top_saved_tensors_hooks())
+
+    def _takes_notes(self, hooks):
+        return hooks is not None and getattr(hooks[0], "func", None) == self._pack_inside
+
     def _take_notes(self):
         """All that is no weight goes to the hooks around, such as those of a checkpoint."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # True: compiled or not
+        outer = top_saved_tensors_hooks()
         # In a forward inside one of ours the hooks on top are ours already: keep them.
-        is_ours = outer is not None and getattr(outer[0], "func", None) == self._pack_inside
-        if is_ours or not torch.is_grad_enabled():
-            return contextlib.nullcontext()
+        if self._takes_notes(outer) or not torch.is_grad_enabled():
+            return NOTHING
         notes = super()._take_notes()
         notes.pack_hook = functools.partial(self._pack_inside, outer)
         return notes
 
-    @torch.compiler.disable  # or it would be compiled for each tensor
+    @never_compiled  # or it would be compiled for each tensor
     def _pack_inside(self, outer, t):
         """As `_pack`. But a tensor that is no plain view of a unit's memory, such as a complex one,
         is cloned, as that memory will be freed; so is one of a unit that is off the way back. All
@@ -1120,13 +1194,12 @@ class UnevenOrder(UnevenForwards):
         if bucket is not None:
             # Shape and strides do not tell whether t is seen as complex, or conjugated.
             is_plain = t.dtype == bucket.param_dtype and not t.is_conj() and not t.is_neg()
-            if is_plain and bucket.unit not in self._off_the_way:
-                return self._pack(t)
-            t = t.detach().clone()
-        if outer is not None:
+            if not is_plain or bucket.unit in self._off_the_way:
+                t, bucket = t.detach().clone(), None
+        if bucket is None and outer is not None:
             pack, unpack = outer
             return functools.partial(unpack, pack(t))  # they have tests of their own
-        return self._pack(t)
+        return self._note_of(t, bucket)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1166,7 +1239,7 @@ class Hybrid:
     def _wait_for_buckets(self):
         super()._wait_for_buckets()
         if self._summing is not None:
-            with self._waiting(f"reduce {self._summing}"):
+            with self._waiting("reduce", self._summing):
                 self._finish_sum()
 
 
@@ -1227,6 +1300,12 @@ class OtherMemory:
         if self._offloads or bucket.reduce_dtype != bucket.dtype:
             bucket.sharded_gradients = self._new_chunk(bucket)
 
+    def _begin_forward(self, units):
+        """In stage 1, too, means have memory of their own then, which can be freed."""
+        if self._offloads or self.reduce_dtype is not None:
+            self._free_means()
+        super()._begin_forward(units)
+
     def _earlier(self, bucket):
         """On the device of the gradients."""
         return [t.to(self._device) for t in super()._earlier(bucket)]
@@ -1284,12 +1363,13 @@ class Uncut:
                 ordered.remove(bucket)  # the first of the two: where it was
         return ordered
 
-    def _give_mean(self, slot):
+    def _give_means(self, slots):
         """Where another rank owns the parameter, `.grad` is None, so that every optimizer leaves
         the empty shard alone: some divide by its number of elements."""
-        super()._give_mean(slot)
-        if slot.parameter in self._uncut and slot.bucket.is_elsewhere(slot):
-            slot.shard.grad = None
+        super()._give_means(slots)
+        for slot in slots:
+            if slot.bucket.cuts is not None and slot.bucket.is_elsewhere(slot):
+                slot.shard.grad = None
 
 
 class MetaDevice:
@@ -1538,10 +1618,15 @@ def order_of_backward(units, parameters):
     return trained, frozen
 
 
+def top_saved_tensors_hooks():
+    """The pair that is called now when autograd saves a tensor, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # True: compiled or not
+
+
 def unless_compiling(hook):
     """A hook that leaves no trace in what torch.compile makes of the module around."""
     def quiet_hook(*arguments):
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             return hook(*arguments)
 
     return quiet_hook
@@ -1697,12 +1782,12 @@ class OwnedBucket(ShardedBucket):
         """Whether another rank owns the parameter."""
         return self.owners[slot.parameter] != self.rank
 
-    def shard_view(self, slot, buffer):
+    def shard_layout(self, slot):
         """All of a parameter, in its shape, where this rank owns it; otherwise nothing."""
-        part = super().shard_view(slot, buffer)
+        shape, strides, start = super().shard_layout(slot)
         if self.is_elsewhere(slot):
-            return part
-        return part.as_strided(slot.shape, slot.strides)
+            return shape, strides, start
+        return slot.shape, slot.strides, start
 
 
 # -------------------------------------------------------------------------------------------------
