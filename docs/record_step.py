@@ -4,10 +4,11 @@
     python docs/record_step.py --check    # exit status 1 if something else is there
 
 Nothing is simulated: two processes, and then three, train with the classes of ddp.py and zero.py.
-These are not changed. What they call is watched: ranges of a profile ("start: ", "wait: ",
-"free: "), `exchange` and `all_reduce`, which send, `add_in_rank_order` and `Bucket.put`. Each range
-is an event, and so are a gradient and the lines of a training loop; what the buffers hold then is
-written down. All ranks have the same events, so the i-th of each is one event of the record:
+These are not changed. What they call is watched: `span`, which names ranges of a profile ("start:
+", "wait: ", "free: "), `exchange` and `all_reduce`, which send, `add_in_rank_order`,
+`Reducer._mark_param_ready` and `Bucket.put`. Each range is an event, and so are a gradient and the
+lines of a training loop; what the buffers hold then is written down. All ranks have the same
+events, so the i-th of each is one event of the record:
 
     what      such as "start: unshard blocks.1", as `train.py --trace` prints it, without sizes
     code      functions of ddp.py and zero.py that are under way, from the outermost in
@@ -26,7 +27,7 @@ A cell is an element, of 4 bytes, as a letter and a number:
     ~  is being written by a message; the   m  the mean over ranks
        number is what was there before
 
-An upper-case letter: there is memory for it twice, in the own chunk and in the whole.
+An upper-case letter: there is memory for it twice, such as in the own chunk and in the whole.
 """
 
 import argparse
@@ -130,22 +131,23 @@ def functions_under_way():
 
 
 def parts_in_memory(slot, optimizer):
-    """{row: [(first element, tensor)]}: which parts of a parameter this rank has; of a stage its
-    own chunk comes first, then all of it, if that is there."""
+    """{row: [(first element, tensor)]}: which parts of a parameter this rank has: a gradient that
+    waits comes first, then the own chunk, then all of it, if that is there."""
     bucket = slot.bucket
     state = optimizer.state[slot.shard]
-    averages = {"m": state["exp_avg"], "v": state["exp_avg_sq"]}
-    if not isinstance(bucket, zero.ShardedBucket):
-        gradients = bucket.view(slot, bucket.gradients)
-        tensors = {"p": slot.parameter, "g": gradients, **averages}
-        return {row: [(0, t)] for row, t in tensors.items()}
-    first, _ = bucket.shard_range(slot)
-    means = bucket.shard_view(slot, bucket.sharded_gradients)
-    chunks = {"p": slot.shard, "g": means, **averages}
-    parts = {row: [(first, t)] for row, t in chunks.items()}
-    for row, buffer in (("p", bucket.unsharded), ("g", bucket.gradients)):
-        if buffer is not None:
-            parts[row].append((0, bucket.view(slot, buffer)))
+    is_sharded = isinstance(bucket, zero.ShardedBucket)
+    first, _ = bucket.shard_range(slot) if is_sharded else (0, None)
+    parts = {"p": [(first, slot.shard)], "g": [], "m": [(first, state["exp_avg"])],
+             "v": [(first, state["exp_avg_sq"])]}
+    gradient = slot.parameter.grad
+    if gradient is not None and not zero.is_in_memory_of(gradient, bucket.gradients):
+        parts["g"].append((0, gradient))
+    if is_sharded and bucket.sharded_gradients is not None:
+        parts["g"].append((first, bucket.shard_view(slot, bucket.sharded_gradients)))
+    if bucket.gradients is not None:
+        parts["g"].append((0, bucket.view(slot, bucket.gradients)))
+    if is_sharded and bucket.unsharded is not None:
+        parts["p"].append((0, bucket.view(slot, bucket.unsharded)))
     return parts
 
 
@@ -173,7 +175,8 @@ class Recorder:
 
     @contextlib.contextmanager
     def watching(self):
-        watched = [mock.patch("torch.profiler.record_function", self.range),
+        watched = [mock.patch.object(ddp, "span", self.range),
+                   mock.patch.object(zero, "span", self.range),
                    mock.patch.object(ddp, "exchange", self.watched_exchange(ddp.exchange)),
                    mock.patch.object(dist, "all_reduce", self.watched_all_reduce(dist.all_reduce)),
                    mock.patch.object(ddp, "add_in_rank_order",
@@ -186,11 +189,11 @@ class Recorder:
             yield
 
     @contextlib.contextmanager
-    def range(self, name):
+    def range(self, *what):
         """In place of a profile's: an event at its end, or where another one begins in it, as
         gradients are freed inside of the range in which they are waited for."""
         self.note_range()
-        self.open.append(name)
+        self.open.append(ddp.text_of(*what))
         yield
         self.note_range()
         self.open.pop()
@@ -272,13 +275,25 @@ class Recorder:
 
         return add_and_note
 
+    def watched_mark(self, mark_param_ready):
+        """A gradient has come, and waits in memory of its own for the rest of its bucket's."""
+        def note_and_mark(model, slot, p):
+            if self.model is not None:
+                self.kinds.update(dict.fromkeys(addresses(p.grad), "o"))
+                self.code = [mark_param_ready.__qualname__]
+                self.note(f"gradient: {unit_name(slot.fqn)}")
+            mark_param_ready(model, slot, p)
+
+        return note_and_mark
+
     def watched_put(self, put):
-        def put_and_note(bucket, slot):
-            put(bucket, slot)
-            place = bucket.view(slot, bucket.gradients)
-            self.kinds.update(dict.fromkeys(addresses(place), "o"))
-            self.code = [*functions_under_way(), put.__qualname__]
-            self.note(f"gradient: {unit_name(slot.fqn)}")
+        def put_and_note(bucket, slots):
+            for slot in slots:
+                for address in addresses(slot.parameter.grad):
+                    self.kinds.pop(address, None)
+            put(bucket, slots)
+            for place in bucket.views(slots, bucket.gradients):
+                self.kinds.update(dict.fromkeys(addresses(place), "o"))
 
         return put_and_note
 
@@ -370,9 +385,11 @@ def record(mode):
     module = Product(n, recorder.note)
     options = {"bucket_cap_mb": 2 * 4 * n / 2**20} if mode == "ddp" else {}  # two parameters each
     # Without the gaps that align parameters and chunks.
+    mark_param_ready = recorder.watched_mark(ddp.Reducer._mark_param_ready)
     with mock.patch.multiple("zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4), \
-            mock.patch.object(ddp, "ALIGN_CHUNK_BYTES", 4):
-        model = MODES[mode](module, **options)
+            mock.patch.object(ddp, "ALIGN_CHUNK_BYTES", 4), \
+            mock.patch.object(ddp.Reducer, "_mark_param_ready", mark_param_ready):
+        model = MODES[mode](module, **options)  # which makes hooks of that method
     optimizer = torch.optim.Adam(model.parameters(), lr=1, betas=(0.5, 0.75))
     # A first step, so that all memory is there that later ones have, and the order of use is known.
     # Each parameter falls by 1.
