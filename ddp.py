@@ -9,11 +9,11 @@ ranks step with the mean of their gradients.
 
 Replaces torch's DDP: 2,700 lines of Python and a reducer in C++. How it works (Li et al., arXiv
 2006.15704, section 3.2): parameters are divided among buckets of 25 MB, the last parameters first,
-since the backward reaches them first. A hook on each parameter moves its gradient into the bucket's
-flat buffer. A full bucket is multiplied by 1/W, and its sum over ranks is made while the backward
-goes on. A callback at the end of the backward waits for what is still under way. "The last first"
-is a guess. The first step shows in which order gradients really come, and from the second one on
-buckets are launched in that order.
+since the backward reaches them first. A hook on each parameter tells when its gradient is complete.
+When all of a bucket are, they move into its flat buffer, are multiplied by 1/W, and their sum over
+ranks is made while the backward goes on. A callback at the end of the backward waits for what is
+still under way. "The last first" is a guess. The first step shows in which order gradients really
+come, and from the second one on buckets are launched in that order.
 
 How it differs from torch's: the W contributions to an element are added in rank order,
 ((g0 + g1) + g2) + ..., wherever it lies in a buffer, so the bucket size never changes a bit. (A
@@ -21,10 +21,11 @@ ring all-reduce adds in an order that depends on the position.) oracle.py comput
 the backward, parameter by parameter: `average_gradients`.
 
 Cost: 4 Psi bytes of buckets in fp32, which are the gradients (Psi: the number of parameters); 2
-(W-1)/W Psi elements sent per rank and step; at W >= 3 the memory of a bucket, for what arrives. It
-works on any accelerator of torch, on the stream of the forward. (`DDP` sends one number per
-parameter more, to agree on which were used, and one to see that all ranks average the same step;
-once, one for each to agree on their order.)
+(W-1)/W Psi elements sent per rank and step; during the backward the memory of a bucket, for
+gradients that wait for the rest of theirs, and at W >= 3 of another, for what arrives. It works on
+any accelerator of torch, on the stream of the forward. (`DDP` sends one number per parameter more,
+to agree on which were used, and one to see that all ranks average the same step; once, one for each
+to agree on their order.)
 
 A backward of one rank of three, buckets 0, 1, 2 of a model whose last parameters are in bucket 0:
 

@@ -33,9 +33,11 @@ are added in rank order, in stages 2 and 3 micro-step by micro-step. These are t
 process that accumulates the same micro batches, if no backward is in no_sync(), and if 1/W does not
 round: W is a power of two, or `set_gradient_divide_factor(1)` was called, as train.py does.
 
-Cost beside the table: in the backward whole gradients of the root and of two buckets of 25 MB, and
-what arrives for one (Zero1: only that); in Zero3 the root and two units; under no_sync() all whole
-gradients.
+Cost beside the table: in the backward whole gradients of the root and of two buckets of 25 MB, one
+whose gradients wait for the rest of theirs and one that is reduced, and what arrives for that (in
+Zero1, which keeps whole gradients, those of one, which wait, and what arrives); in Zero3 the root
+and two units; under no_sync() all whole gradients. In the forward stages 2 and 3 hold 4 Psi/W less,
+as zero_grad() has dropped the means, and they come again in the backward.
 
 oracle.py has the three stages by hand. Here is the same, overlapped, in this order: two tables of
 a step; buckets and units; `Stage`, how a stage is built, to be passed by; the stages as the paper
@@ -91,7 +93,8 @@ def never_compiled(method):
 # stage 3 a note calls `_use` there, too.
 #
 #   event                method                  PlainZero1           PlainZero2    PlainZero3
-#   a forward begins     _begin_forward          gather all units     .             set their order
+#   a forward begins     _begin_forward          gather all units     free means,   free means, set
+#                                                                     ...           the units' order
 #   a unit is used       _use                    wait for its gather  .             gather it, wait,
 #                                                                                   gather the next
 #   a forward is over    _end_forward            wait for the rest    .             ...; evaluation:
