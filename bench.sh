@@ -24,7 +24,7 @@
 #     --modes "ddp zero3 torch-fsdp"      these rows only
 #
 # Replaces a benchmark harness by a loop: for each round, label, W and row one run of train.py. Its
-# RESULT line goes to out/bench/COMMAND.jsonl. assets/tables.py makes Markdown tables of these lines,
+# RESULT line goes to out/bench/COMMAND.jsonl. bench/tables.py makes Markdown tables of these lines,
 # in out/bench/COMMAND.md. A row that fails says why, the others still run, and the exit status is 1.
 #
 # Runs by themselves scatter by up to 20 % on a shared machine. So each round runs every row once,
@@ -47,7 +47,7 @@ die() {
 
 usage() { sed -n '2,/^# Replaces/s/^# \{0,1\}//p' bench.sh | sed '$d' >&2; }
 
-ask() { python assets/tables.py ask "$@"; }
+ask() { python bench/tables.py ask "$@"; }
 
 # -------------------------------------------------------------------------------------------------
 # Commands. ROWS: each is a mode, and flags of its own. LABELS: each row runs once for each of them.
@@ -193,8 +193,8 @@ launch() {  # LABEL ROW W BATCH: RESULT lines for the table, or why there are no
     local mode program why
     read -ra mode <<< "$row"  # a mode, and the row's flags
     case "$COMMAND $row" in
-    timeline* | memory*) program=(assets/timeline.py run) ;;
-    *" deepspeed"*) program=(assets/deepspeed_rows.py) ;;
+    timeline* | memory*) program=(bench/timeline.py run) ;;
+    *" deepspeed"*) program=(bench/deepspeed_rows.py) ;;
     *) program=(train.py) ;;
     esac
     program+=("${FLAGS[@]}" --micro_batch_size "$MICRO_BATCH_SIZE" --global_batch_size "$batch"
@@ -311,11 +311,11 @@ done
     printf '%s: %s%s cores of %s, torch %s, commit %s, %s\n\n' "$COMMAND" "$MACHINE" \
         "$(getconf _NPROCESSORS_ONLN)" "$(sed -n '/^model name/{s/.*: //p;q;}' /proc/cpuinfo)" \
         "$(ask version)" "$(git describe --always --dirty)" "$(date +%F)"
-    python assets/tables.py "$COMMAND"
+    python bench/tables.py "$COMMAND"
     # One rank sends nothing, so these are the traces of all rows with two ranks or more.
     traces=(out/bench/*", rank 1.json")
     if [[ $COMMAND == gpu && -e ${traces[0]} ]]; then
-        python assets/timeline.py overlap "${traces[@]}"
+        python bench/timeline.py overlap "${traces[@]}"
     fi
 } | tee "out/bench/$COMMAND.md"
 if [[ $COMMAND == memory ]]; then
@@ -324,7 +324,7 @@ fi
 if [[ $COMMAND == timeline ]]; then
     for row in "${ROWS[@]}"; do
         if [[ -e "out/bench/$row, W=2, rank 1.json" ]]; then
-            python assets/timeline.py draw "$row" "out/bench/$row, W=2, rank "?.json
+            python bench/timeline.py draw "$row" "out/bench/$row, W=2, rank "?.json
         fi
     done
 fi

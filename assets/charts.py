@@ -20,7 +20,10 @@ import shutil
 import statistics
 import sys
 
-from timeline import KINDS, ROOT, WHOLE, pyplot_on_nothing, read_spans, refuse, save
+# Where bench/ is: what bench.sh draws has the same colours.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from bench.timeline import KINDS, ROOT, WHOLE, pyplot_on_nothing, read_spans, refuse, save
 
 BENCH = ROOT / "out" / "bench"
 OURS = "#7a62b8"
@@ -177,7 +180,7 @@ def draw_files():
 
 
 def most_held(path):
-    """A trace of `timeline.py run` -> [parameters, gradients, optimizer state], in bytes a
+    """A trace of `bench/timeline.py run` -> [parameters, gradients, optimizer state], in bytes a
     parameter, at the moment when their sum is largest."""
     held = []
     for span in read_spans(path):

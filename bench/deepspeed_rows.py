@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO in train.py's place: the same model, data, optimizer and rates, in a short loop.
 
-    torchrun --nproc_per_node=2 assets/deepspeed_rows.py --mode deepspeed2 --max_steps 8
+    torchrun --nproc_per_node=2 bench/deepspeed_rows.py --mode deepspeed2 --max_steps 8
 
 `./bench.sh modes` runs it for the rows deepspeed1, deepspeed2 and deepspeed3. Flags are train.py's.
 The last line of stdout is RESULT {json}, with the names that train.py uses. The losses are those of

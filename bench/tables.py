@@ -1,10 +1,10 @@
 """What bench.sh asks Python: tables of its runs, and what there is on this machine.
 
-    python assets/tables.py modes           out/bench/modes.jsonl as Markdown tables
-    python assets/tables.py ask accelerator kind, number, GB of memory and name of the devices
-    python assets/tables.py ask has NAME    exit status 1 where a package is not there
-    python assets/tables.py ask flags ...   exit status 2, and one line, where train.py refuses them
-    python assets/tables.py ask version     torch's
+    python bench/tables.py modes           out/bench/modes.jsonl as Markdown tables
+    python bench/tables.py ask accelerator kind, number, GB of memory and name of the devices
+    python bench/tables.py ask has NAME    exit status 1 where a package is not there
+    python bench/tables.py ask flags ...   exit status 2, and one line, where train.py refuses them
+    python bench/tables.py ask version     torch's
 
 A line of COMMAND.jsonl is a RESULT of train.py with the label, the row and the W of its run, or
 says in "failed" why there is none.

@@ -1,10 +1,10 @@
 """A step in time: traces with more ranges, how much of communication is hidden, pictures.
 
-    torchrun --nproc_per_node=2 assets/timeline.py run --mode zero3 --profile 1
+    torchrun --nproc_per_node=2 bench/timeline.py run --mode zero3 --profile 1
                                     train.py with these flags; its traces have more ranges
-    python assets/timeline.py overlap TRACE.json ...
+    python bench/timeline.py overlap TRACE.json ...
                                     a table: communication that is hidden by computing
-    python assets/timeline.py draw zero3 TRACE_OF_RANK_0.json TRACE_OF_RANK_1.json ...
+    python bench/timeline.py draw zero3 TRACE_OF_RANK_0.json TRACE_OF_RANK_1.json ...
                                     the picture assets/zero3.svg, which needs matplotlib
 
 `./bench.sh timeline` and `./bench.sh gpu` call it. Traces are those of --profile: in out_dir,
