@@ -11,8 +11,10 @@
 #     ./bench.sh scaling          weak and strong scaling: 20 minutes
 #     ./bench.sh link 1gbit       two hosts with a slow link between them (Linux, root, iproute2):
 #                                 5 minutes
-#     ./bench.sh gpu              all that an accelerator has to show, equal bits, speed, overlap:
-#                                 3 minutes on two simulated devices
+#     ./bench.sh overhead         what each wrapper adds to a step, in kernels, calls, CPU time:
+#                                 2 minutes
+#     ./bench.sh gpu              all that an accelerator has to show, equal bits, speed, overlap,
+#                                 CPU time: 4 minutes on two simulated devices
 #     ./bench.sh timeline 1gbit   pictures of a step in time, in assets/, over such a link; without
 #                                 a rate over loopback (matplotlib): 5 minutes
 #
@@ -22,10 +24,13 @@
 #     --worlds "1 2 4"                    numbers of ranks
 #     --rounds 3                          runs of each row
 #     --modes "ddp zero3 torch-fsdp"      these rows only
+# overhead has --worlds, and the flags of bench/overhead.py.
 #
 # Replaces a benchmark harness by a loop: for each round, label, W and row one run of train.py. Its
 # RESULT line goes to out/bench/COMMAND.jsonl. bench/tables.py makes Markdown tables of these lines,
-# in out/bench/COMMAND.md. A row that fails says why, the others still run, and the exit status is 1.
+# in out/bench/COMMAND.md. A row that fails says why, the others still run, and the exit status is
+# 1. Flags are looked at before the first run. What the run of COMMAND before has left is kept, as
+# out/bench/COMMAND_before.md and .jsonl.
 #
 # Runs by themselves scatter by up to 20 % on a shared machine. So each round runs every row once,
 # and a cell is the median of the rounds, with the quartiles beside it. All but gpu run on the CPU,
@@ -34,7 +39,8 @@
 # modes has the rows deepspeed1, deepspeed2 and deepspeed3 where the package deepspeed is installed:
 # pip install deepspeed. On a CPU it also needs a C++ compiler.
 #
-# gpu takes the tiny model where devices have little memory, as simulated ones do.
+# gpu takes the tiny model where devices have little memory, as simulated ones do. Ranks share a
+# single device if it is one of NCCL's: then their hashes and bytes count, and their times do not.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -43,6 +49,13 @@ say() { echo "bench.sh: $*" >&2; }
 die() {
     say "$*"
     exit 2
+}
+
+# What a table was made with.
+describe() {
+    printf '%s: %s%s cores of %s, torch %s, commit %s, %s\n\n' "$COMMAND" "$MACHINE" \
+        "$(getconf _NPROCESSORS_ONLN)" "$(sed -n '/^model name/{s/.*: //p;q;}' /proc/cpuinfo)" \
+        "$(ask version)" "$(git describe --always --dirty)" "$(date +%F)"
 }
 
 usage() { sed -n '2,/^# Replaces/s/^# \{0,1\}//p' bench.sh | sed '$d' >&2; }
@@ -58,6 +71,7 @@ ROUNDS=3
 MODES=""
 MICRO_BATCH_SIZE=1
 MACHINE=""
+NOTE=""
 FLAGS=(--out_dir out/bench/run --eval_steps 0 --sample_tokens 0 --save_interval 0
        --check_interval 0 --device cpu)
 # Sizes at which communication weighs as much as computing: 31.8M parameters, 64 tokens a rank.
@@ -108,17 +122,29 @@ link)
           "ddp --comm_hook topk --warmup_steps 0" zero1 zero2 torch-fsdp zero3)
     FLAGS+=("${SMALL[@]}")
     ;;
+overhead)
+    WORLDS="1 2"
+    ROWS=()
+    FLAGS=()
+    ;;
 gpu)
     FOUND=$(ask accelerator) || die "gpu: torch finds no accelerator here"
-    read -r DEVICE N GIGABYTES NAME <<< "$FOUND"
-    MACHINE="$N x $NAME, "
-    WORLDS="1 $N"
+    read -r DEVICE BACKEND N_DEVICES GIGABYTES NAME <<< "$FOUND"
+    MACHINE="$N_DEVICES x $NAME, "
+    WORLDS="1 $N_DEVICES"
     ROUNDS=1
     SIZE=gpt2
     COMPILE=--compile
     MICRO_BATCH_SIZE=8
-    if ((N == 1)); then
+    if ((N_DEVICES == 1)); then
+        LABELS=(shared alone)
+        WORLDS="1 2 3"
+    fi
+    if [[ $N_DEVICES == 1 && $BACKEND != *nccl* ]]; then
+        LABELS=(alone)
         WORLDS=1
+        NOTE="W = 1 only: ranks can share a device over NCCL, and $DEVICE has $BACKEND."
+        say "$NOTE"
     fi
     if ((GIGABYTES < 16)); then
         SIZE=tiny
@@ -132,7 +158,7 @@ gpu)
     for mode in ddp zero2 zero3; do
         ROWS+=("$mode --profile 4")
     done
-    FLAGS+=(--model "$SIZE" --device "$DEVICE" --max_steps 12)
+    FLAGS+=(--device "$DEVICE")
     ;;
 timeline)  # computing takes about as long as communicating
     ask has matplotlib || die "timeline draws: pip install matplotlib"
@@ -155,9 +181,31 @@ esac
 batch_size() {  # LABEL W
     case "$COMMAND $1" in
     bits*) echo $((12 * MICRO_BATCH_SIZE)) ;;
-    gpu*) echo $((N * MICRO_BATCH_SIZE)) ;;  # for every W, so that all end on one hash
+    # For every W, so that all end on one hash.
+    "gpu shared") echo $((6 * MICRO_BATCH_SIZE)) ;;
+    "gpu ") echo $((N_DEVICES * MICRO_BATCH_SIZE)) ;;
     "scaling strong") echo $((4 * MICRO_BATCH_SIZE)) ;;
     *) echo $(($2 * MICRO_BATCH_SIZE)) ;;
+    esac
+}
+
+# Whether a row has a place at W under a label.
+belongs() {  # LABEL ROW W
+    case "$COMMAND $1" in
+    "gpu shared") [[ $2 != *--* && ($2 != single || $3 == 1) ]] ;;
+    "gpu alone") (($3 == 1)) ;;
+    # One process is one rank; scaling compares with W of them.
+    scaling*) true ;;
+    *) [[ $2 != single* || $3 == 1 ]] ;;
+    esac
+}
+
+# Flags of a label, before those that were asked for.
+label_flags() {  # LABEL
+    case "$COMMAND $1" in
+    # Over sockets GPT-2's gradients take seconds, and hashes need no size.
+    "gpu shared") echo --model tiny --max_steps 6 ;;
+    gpu*) echo --model "$SIZE" --max_steps 12 ;;
     esac
 }
 
@@ -190,20 +238,24 @@ remove_link() {
 launch() {  # LABEL ROW W BATCH: RESULT lines for the table, or why there are none
     local label=$1 row=$2 W=$3 batch=$4 name="$2, W=$3"
     local log="out/bench/$name.log" facts="\"label\": \"$1\", \"row\": \"$2\", \"W\": $3"
-    local mode program why
+    local mode more program why
     read -ra mode <<< "$row"  # a mode, and the row's flags
+    read -ra more <<< "$(label_flags "$label")"
+    if [[ $COMMAND == gpu ]]; then
+        facts+=", \"n_devices\": $N_DEVICES"
+    fi
     case "$COMMAND $row" in
     timeline* | memory*) program=(bench/timeline.py run) ;;
     *" deepspeed"*) program=(bench/deepspeed_rows.py) ;;
     *) program=(train.py) ;;
     esac
-    program+=("${FLAGS[@]}" --micro_batch_size "$MICRO_BATCH_SIZE" --global_batch_size "$batch"
-              --mode "${mode[@]}")
+    program+=("${more[@]}" "${FLAGS[@]}" --micro_batch_size "$MICRO_BATCH_SIZE"
+              --global_batch_size "$batch" --mode "${mode[@]}")
 
     say "${label:+$label, }$name"
     if [[ $row == single ]]; then  # from two ranks on: processes that know nothing of each other
         for ((rank = 0; rank < W; rank++)); do
-            python "${program[@]}" --global_batch_size $((batch / W)) \
+            LOCAL_RANK=$rank python "${program[@]}" --global_batch_size $((batch / W)) \
                 --out_dir "out/bench/run$rank" &
         done
     elif [[ $label == *bit ]]; then
@@ -248,6 +300,9 @@ while (($#)); do
         exit
         ;;
     *" --mode" | *" --global_batch_size") die "$COMMAND sets $1 itself" ;;
+    "overhead --rounds" | "overhead --modes" | "overhead --micro_batch_size")
+        die "overhead has all wrappers in one table: without $1"
+        ;;
     "link --worlds" | "timeline --worlds") die "$COMMAND has two ranks" ;;
     "memory --worlds" | "memory --modes") die "memory draws all stages on four ranks" ;;
     *" --worlds" | *" --rounds" | *" --modes" | *" --micro_batch_size")
@@ -272,7 +327,9 @@ fi
 [[ "$WORLDS $ROUNDS $MICRO_BATCH_SIZE " =~ ^([1-9][0-9]*\ )+$ ]] \
     || die "--worlds, --rounds and --micro_batch_size are numbers"
 ((${#LABELS[@]})) || die "link needs rates, such as 1gbit"
-why=$(ask flags "${FLAGS[@]}" 2>&1) || die "${why#train.py: }"
+if [[ $COMMAND != overhead ]]; then
+    why=$(ask flags "${FLAGS[@]}" --rows "${ROWS[@]}" 2>&1) || die "${why#train.py: }"
+fi
 if [[ $MODES == *deepspeed* ]]; then
     ask has deepspeed || die "deepspeed's rows: pip install deepspeed"
 fi
@@ -282,7 +339,24 @@ fi
 trap stop INT TERM
 RESULTS=out/bench/$COMMAND.jsonl
 mkdir -p out/bench
-rm -f "out/bench/$COMMAND".* out/bench/*", rank "?.json
+if [[ $COMMAND == overhead ]]; then  # its program makes the table of all rows in one run
+    {
+        describe
+        for W in $WORLDS; do
+            if ((W == 1)); then  # whose refusals are one line, without torchrun's report
+                python bench/overhead.py "${FLAGS[@]}"
+            else
+                torchrun --standalone --nproc_per_node="$W" bench/overhead.py "${FLAGS[@]}"
+            fi
+        done
+    } | tee out/bench/overhead_new.md
+    mv out/bench/overhead_new.md out/bench/overhead.md
+    exit
+fi
+for kind in jsonl md; do
+    mv -f "out/bench/$COMMAND.$kind" "out/bench/${COMMAND}_before.$kind" 2> /dev/null || true
+done
+rm -f out/bench/*", rank "?.json
 for ((n = 0; n < ROUNDS; n++)); do
     for label in "${LABELS[@]}"; do
         if [[ $label == *bit ]]; then
@@ -295,8 +369,7 @@ for ((n = 0; n < ROUNDS; n++)); do
                 continue
             fi
             for row in "${ROWS[@]}"; do
-                # One process is one rank; scaling compares with W of them.
-                if [[ $row != single* || $W == 1 || $COMMAND == scaling ]]; then
+                if belongs "$label" "$row" "$W"; then
                     launch "$label" "$row" "$W" "$batch"
                 fi
             done
@@ -308,14 +381,18 @@ done
 # -------------------------------------------------------------------------------------------------
 # tables and pictures
 {
-    printf '%s: %s%s cores of %s, torch %s, commit %s, %s\n\n' "$COMMAND" "$MACHINE" \
-        "$(getconf _NPROCESSORS_ONLN)" "$(sed -n '/^model name/{s/.*: //p;q;}' /proc/cpuinfo)" \
-        "$(ask version)" "$(git describe --always --dirty)" "$(date +%F)"
+    describe
+    if [[ -n $NOTE ]]; then
+        printf '%s\n\n' "$NOTE"
+    fi
     python bench/tables.py "$COMMAND"
     # One rank sends nothing, so these are the traces of all rows with two ranks or more.
     traces=(out/bench/*", rank 1.json")
     if [[ $COMMAND == gpu && -e ${traces[0]} ]]; then
         python bench/timeline.py overlap "${traces[@]}"
+    fi
+    if [[ $COMMAND == gpu ]]; then
+        python bench/overhead.py --device "$DEVICE"
     fi
 } | tee "out/bench/$COMMAND.md"
 if [[ $COMMAND == memory ]]; then

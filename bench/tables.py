@@ -1,9 +1,10 @@
 """What bench.sh asks Python: tables of its runs, and what there is on this machine.
 
     python bench/tables.py modes           out/bench/modes.jsonl as Markdown tables
-    python bench/tables.py ask accelerator kind, number, GB of memory and name of the devices
+    python bench/tables.py ask accelerator kind, backend, number, GB of memory, name of the devices
     python bench/tables.py ask has NAME    exit status 1 where a package is not there
-    python bench/tables.py ask flags ...   exit status 2, and one line, where train.py refuses them
+    python bench/tables.py ask flags ... --rows ROW ...
+                                           exit status 2, and one line, where train.py refuses them
     python bench/tables.py ask version     torch's
 
 A line of COMMAND.jsonl is a RESULT of train.py with the label, the row and the W of its run, or
@@ -19,11 +20,14 @@ import sys
 
 import numpy as np
 
+from timeline import WHOLE
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # What does the same in torch.
 COUNTERPARTS = {"naive": "torch-ddp", "ddp": "torch-ddp", "zero1": "torch-zero1",
                 "zero2": "torch-fsdp-kept", "zero3": "torch-fsdp", "deepspeed1": "torch-zero1",
                 "deepspeed2": "torch-fsdp-kept", "deepspeed3": "torch-fsdp"}
+TIMES = ("step_ms", "tokens_per_sec", "comm_exposed_ms", "mfu")  # of a RESULT
 
 
 # -------------------------------------------------------------------------------------------------
@@ -32,21 +36,28 @@ COUNTERPARTS = {"naive": "torch-ddp", "ddp": "torch-ddp", "zero1": "torch-zero1"
 
 def print_accelerator():
     import torch
+    import torch.distributed as dist
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         sys.exit(1)
+    backend = dist.get_default_backend_for_device(accelerator)
     _, n_bytes = torch.accelerator.get_memory_info()
     name = torch.get_device_module().get_device_name()
-    print(accelerator.type, torch.accelerator.device_count(), n_bytes // 10**9, name)
+    n_devices = torch.accelerator.device_count()
+    print(accelerator.type, backend, n_devices, n_bytes // 10**9, name)
 
 
-def check_flags(flags):
+def check_flags(flags, rows):
+    """End with a line of train.py's if it does not know these flags, or those of a row."""
     sys.path.insert(0, str(ROOT))
     from trainer.flags import parse_args
 
     train = importlib.import_module("train")
     parse_args(train.Config, train.__doc__, flags)
+    for row in rows:
+        if not row.startswith("deepspeed"):  # no mode of train.py
+            parse_args(train.Config, train.__doc__, [*flags, "--mode", *row.split()])
 
 
 def answer(question, *words):
@@ -55,7 +66,8 @@ def answer(question, *words):
     if question == "has" and not importlib.util.find_spec(words[0]):
         sys.exit(1)
     if question == "flags":
-        check_flags(words)
+        place = words.index("--rows")
+        check_flags(words[:place], words[place + 1:])
     if question == "version":
         import torch
 
@@ -109,8 +121,9 @@ class Results:
 
 
 def read_results(path):
-    """Results of a file; prints which rows have failed."""
+    """Results of a file; prints which rows have failed, and which have no times."""
     runs = {}
+    have_shared = []
     for line in open(path):
         run = json.loads(line)
         if "failed" in run:
@@ -118,6 +131,13 @@ def read_results(path):
         else:
             key = run["label"], run["row"], run["W"]
             runs.setdefault(key, []).append(run)
+            if run["W"] > run.get("n_devices", run["W"]):
+                have_shared.append(run)
+    for run in have_shared:
+        run.update(dict.fromkeys(TIMES))
+    if have_shared:
+        print("Ranks that share a device take turns there, so their times say nothing: these are "
+              "left out.\n")
     labels = list(dict.fromkeys(label for label, row, W in runs))
     rows = list(dict.fromkeys(row for label, row, W in runs))
     worlds = sorted({W for label, row, W in runs})
@@ -167,6 +187,13 @@ def print_bits(results):
     print_table(head, lines)
 
 
+def formula(row, W):
+    """Bytes a parameter of parameters, gradients and Adam, as the ZeRO paper has them; nan for a
+    row with flags, which may change them."""
+    whole = WHOLE.get("ddp" if row in ("single", "naive") else row, np.nan)
+    return whole + (16 - whole) / W
+
+
 def print_steps(results):
     """Efficiency is over W processes that do not communicate."""
     lines = []
@@ -178,9 +205,10 @@ def print_steps(results):
             step_ms, low, high = results.quartiles(key, "step_ms")
             alone_ms = results.median(results.alone(key), "step_ms")
             torchs_ms = results.median(results.counterpart(key), "step_ms")
+            scatter = f"{cell(step_ms)} ({cell(low)} to {cell(high)})"
             lines.append([
                 label or "-", row, W,
-                f"{cell(step_ms)} ({cell(low)} to {cell(high)})",
+                "-" if np.isnan(step_ms) else scatter,
                 results.median(key, "tokens_per_sec"),
                 results.median(key, "comm_exposed_ms"),
                 results.speedup(key),
@@ -189,10 +217,11 @@ def print_steps(results):
                 results.median(key, "peak_mem_bytes") / 1e6,
                 results.median(key, "mfu") * 100,
                 results.median(key, "bytes_per_param"),
+                formula(row, W),
             ])
     print_table(["", "mode", "W", "step ms (quartiles)", "tokens/s", "waited ms", "speed over W=1",
                  "efficiency", "time over torch's", "peak MB a rank", "MFU %",
-                 "bytes a parameter"], lines)
+                 "bytes a parameter", "formula"], lines)
 
 
 def print_chart(results, label):

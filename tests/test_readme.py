@@ -101,15 +101,19 @@ def test_bench_makes_tables(tmp_path):
     for path in ("assets", "bench", "trainer"):
         shutil.copytree(ROOT / path, tmp_path / path)
     bench = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
-    done = bench(["./bench.sh", "bits", "--worlds", "2", "--modes", "zero2 zero3 zero9",
-                  "--max_steps", "2", *sizes])
+    done = bench(["./bench.sh", "bits", "--worlds", "2", "--modes", "zero2 zero3 torch-ddp",
+                  "--shard_size", "2", "--max_steps", "2", *sizes])
     hashes = re.findall(r"^\| zero[23] \| `(\w{8})` \|$", done.stdout, re.MULTILINE)
     assert len(hashes) == 2 and len(set(hashes)) == 1, done.stdout + done.stderr
-    assert done.returncode == 1 and "Failed: zero9, W=2" in done.stdout, done.stdout
+    assert done.returncode == 1 and "Failed: torch-ddp, W=2" in done.stdout, done.stdout
     for words, fact in ((["tune"], "bits "), (["link"], "needs rates"),
-                        (["modes", "--lr", "fast"], "--lr"), (["modes", "--worlds"], "value")):
+                        (["modes", "--lr", "fast"], "--lr"), (["modes", "--worlds"], "value"),
+                        (["bits", "--modes", "zero9"], "--mode zero9"),
+                        (["overhead", "--modes", "ddp"], "without --modes"),
+                        (["overhead", "--steps", "few"], "--steps")):
         done = bench(["./bench.sh", *words])
         assert done.returncode == 2 and fact in done.stderr, f"{words}: {done.stderr}"
+        assert (tmp_path / "out" / "bench" / "bits.md").exists(), f"{words} took a table away"
 
 
 def test_using_has_one_hash(tmp_path):
