@@ -408,7 +408,6 @@ def main():
             print_table(counts, fastest)
     elif is_first:
         print_counts(counts)
-    dist.barrier()
     dist.destroy_process_group()
 
 
