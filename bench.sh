@@ -137,11 +137,11 @@ gpu)
     COMPILE=--compile
     MICRO_BATCH_SIZE=8
     if ((N_DEVICES == 1)); then
-        LABELS=(shared alone)
+        LABELS=(hashes times)
         WORLDS="1 2 3"
     fi
     if [[ $N_DEVICES == 1 && $BACKEND != *nccl* ]]; then
-        LABELS=(alone)
+        LABELS=(times)
         WORLDS=1
         NOTE="W = 1 only: ranks can share a device over NCCL, and $DEVICE has $BACKEND."
         say "$NOTE"
@@ -155,9 +155,11 @@ gpu)
     for mode in single torch-ddp ddp zero1 zero2 torch-fsdp zero3; do
         ROWS+=("$mode --dtype bf16 $COMPILE")
     done
-    for mode in ddp zero2 zero3; do
-        ROWS+=("$mode --profile 4")
-    done
+    if ((N_DEVICES > 1)); then  # one rank sends nothing that could be hidden
+        for mode in ddp zero2 zero3; do
+            ROWS+=("$mode --profile 4")
+        done
+    fi
     FLAGS+=(--device "$DEVICE")
     ;;
 timeline)  # computing takes about as long as communicating
@@ -182,7 +184,7 @@ batch_size() {  # LABEL W
     case "$COMMAND $1" in
     bits*) echo $((12 * MICRO_BATCH_SIZE)) ;;
     # For every W, so that all end on one hash.
-    "gpu shared") echo $((6 * MICRO_BATCH_SIZE)) ;;
+    "gpu hashes") echo $((6 * MICRO_BATCH_SIZE)) ;;
     "gpu ") echo $((N_DEVICES * MICRO_BATCH_SIZE)) ;;
     "scaling strong") echo $((4 * MICRO_BATCH_SIZE)) ;;
     *) echo $(($2 * MICRO_BATCH_SIZE)) ;;
@@ -192,8 +194,8 @@ batch_size() {  # LABEL W
 # Whether a row has a place at W under a label.
 belongs() {  # LABEL ROW W
     case "$COMMAND $1" in
-    "gpu shared") [[ $2 != *--* && ($2 != single || $3 == 1) ]] ;;
-    "gpu alone") (($3 == 1)) ;;
+    "gpu hashes") [[ $2 != *--* && ($2 != single || $3 == 1) ]] ;;
+    "gpu times") (($3 == 1)) ;;
     # One process is one rank; scaling compares with W of them.
     scaling*) true ;;
     *) [[ $2 != single* || $3 == 1 ]] ;;
@@ -204,7 +206,7 @@ belongs() {  # LABEL ROW W
 label_flags() {  # LABEL
     case "$COMMAND $1" in
     # Over sockets GPT-2's gradients take seconds, and hashes need no size.
-    "gpu shared") echo --model tiny --max_steps 6 ;;
+    "gpu hashes") echo --model tiny --max_steps 6 ;;
     gpu*) echo --model "$SIZE" --max_steps 12 ;;
     esac
 }

@@ -67,7 +67,7 @@ def test_shared_devices_have_no_times(tmp_path):
     results.parent.mkdir(parents=True)
     lines = []
     for W, step_ms in ((1, 111.0), (2, 222.0)):
-        lines.append(dict(label="shared", row="zero3", W=W, n_devices=1, step_ms=step_ms,
+        lines.append(dict(label="hashes", row="zero3", W=W, n_devices=1, step_ms=step_ms,
                           tokens_per_sec=10.0, peak_mem_bytes=3e6, bytes_per_param=16 / W,
                           param_sha256="0123456789"))
     results.write_text("\n".join(json.dumps(line) for line in lines))
@@ -75,4 +75,4 @@ def test_shared_devices_have_no_times(tmp_path):
                           capture_output=True, text=True)
     assert "take turns" in done.stdout and "111" in done.stdout, done.stdout + done.stderr
     assert "222" not in done.stdout and "| zero3 | `01234567` | `01234567` |" in done.stdout
-    assert re.search(r"^\| shared \| zero3 \| 2 \| - .* 8\.00 \| 8\.00 \|$", done.stdout, re.M)
+    assert re.search(r"^\| hashes \| zero3 \| 2 \| - .* 8\.00 \| 8\.00 \|$", done.stdout, re.M)
