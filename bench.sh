@@ -41,6 +41,7 @@
 #
 # gpu takes the tiny model where devices have little memory, as simulated ones do. Ranks share a
 # single device if it is one of NCCL's: then their hashes and bytes count, and their times do not.
+# Where hashes differ, bench/where_bits_differ.py says why.
 set -euo pipefail
 cd "$(dirname "$0")"
 
