@@ -2,6 +2,7 @@
 
     python oracle.py                          # one process
     torchrun --nproc_per_node=3 oracle.py     # three: equal weights in all modes, with less memory
+    torchrun --nproc_per_node=3 oracle.py --device cuda   # on an accelerator: one is enough
 
 Everything else in this project has to end on the bits of this file. It only gets there faster.
 
@@ -38,10 +39,13 @@ checkpointing saves some parameters themselves, of frozen norms and convolutions
 the backward.
 """
 
+import argparse
 import contextlib
 import functools
 import hashlib
 import math
+import os
+import socket
 from collections.abc import Callable, Iterable
 from unittest import mock
 
@@ -296,6 +300,37 @@ def gather_when_used(module: Module, units: Iterable[Module]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
+# devices
+
+
+def kinds_of_devices() -> list[str]:
+    """"cpu", and the accelerator of this machine, if it has one. (Not MPS, which has no collectives
+    and no float64. For it torch names gloo.)"""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or dist.get_default_backend_for_device(accelerator) == "gloo":
+        return ["cpu"]
+    return ["cpu", accelerator.type]
+
+
+def take_device(kind: str, rank: int, n_ranks: int) -> torch.device:
+    """The device of this kind that a rank takes. Call it before the group is made.
+
+    rank: its number on this host, of n_ranks. Where there are fewer devices, ranks share them. NCCL
+    refuses two ranks on one host with one device. So each of those with one device says that it is
+    on a host of its own, unless the user has told NCCL what to do."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    n = torch.accelerator.device_count()
+    device = torch.device(kind, rank % n)
+    torch.accelerator.set_device_index(device.index)
+    is_told = "NCCL_HOSTID" in os.environ or "NCCL_MULTI_RANK_GPU_ENABLE" in os.environ
+    is_nccl = dist.get_default_backend_for_device(device) == "nccl"
+    if n_ranks > n and is_nccl and not is_told:
+        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{rank // n}"
+    return device
+
+
+# -------------------------------------------------------------------------------------------------
 # the proof: one model in five modes
 #
 # If a step has one backward, all end on the same hash. If it has two, there are two hashes, unless
@@ -326,7 +361,7 @@ class Model(Module):
 def backward_of(module, step, number, micro_steps):
     """Forward and backward of a micro batch, by its number in the step."""
     generator = torch.Generator().manual_seed(1000 * step + number)
-    x = torch.randn(16, 7, generator=generator)
+    x = torch.randn(16, 7, generator=generator).to(module.last.weight.device)
     error = module(x) - x.sum(dim=1, keepdim=True)
     loss = error.square().mean() / micro_steps
     loss.backward()
@@ -348,13 +383,13 @@ def backward_of_all(module, step, micro_steps):
         p.grad = total
 
 
-def train(mode, micro_steps):
+def train(mode, micro_steps, device="cpu"):
     """Train a model for four steps -> (the hash of its parameters; the bytes that this rank holds
     at the end of the last backward: parameters, gradients, Adam; the elements it sends in a step).
     """
     W, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
-    module = Model()
+    module = Model().to(device)
     is_sharded = mode in ("1", "2", "3")
     if is_sharded:
         make_shards(module)
@@ -384,7 +419,7 @@ def train(mode, micro_steps):
     digest = hashlib.sha256()
     for p in module.parameters():
         whole = gather(p) if mode == "3" else p.detach()
-        digest.update(whole.numpy().tobytes())
+        digest.update(whole.cpu().numpy().tobytes())
     return digest.hexdigest()[:8], held, sum(sent)
 
 
@@ -428,20 +463,27 @@ def elements_sent():
 
 
 def main():
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=kinds_of_devices(), default="cpu")
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = take_device(parser.parse_args().device, rank, n_ranks)
+    backend = dist.get_default_backend_for_device(device)
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks; bytes that rank 0 holds, elements that it sends")
         print("mode    micro-steps  hash      parameters  gradients     Adam  sent per step")
     for micro_steps in (1, 2):
         for mode in MODES:
-            found, (parameters, gradients, adam), sent = train(mode, micro_steps)
+            found, (parameters, gradients, adam), sent = train(mode, micro_steps, device)
             if dist.get_rank() == 0:
                 print(f"{mode:6s}  {micro_steps:11d}  {found}  {parameters:10,}  {gradients:9,}  "
                       f"{adam:7,}  {sent:13,}")
-    dist.barrier()  # gloo may abort a rank if another one leaves before it
+    if backend == "gloo":
+        dist.barrier()  # it may abort a rank if another one leaves before it
     dist.destroy_process_group()
 
 
