@@ -74,7 +74,8 @@ from trainer.llama import export, read_llama_config, read_llama_weights
 from trainer.log import (finite, introduce, over_ranks, peak_flops, peak_mem_bytes, print_step,
                          start_trackers)
 from trainer.ranks import (Stop, check_ranks_agree, choose_device, from_rank_0, gather, local,
-                           named_shards, on_rank_0, run, say, start_process_group, together)
+                           named_shards, on_rank_0, ranks_on_device, run, say, say_sharing,
+                           start_process_group, together)
 from zero import Zero1, Zero2, Zero3
 
 
@@ -90,6 +91,7 @@ class Config:
     seed: int = 1337  # of the weights, the order of samples and the sample text
     out_dir: str = "out"  # for checkpoints, metrics.jsonl, tokens; else the one --resume PATH is in
     device: str | None = None  # cpu or an accelerator, such as cuda [the accelerator, if any]
+    deterministic: bool = False  # only kernels that have the same bits in every run; slower
     threads: int = 1  # CPU threads per rank; another number may change the last digits
     timeout_s: float = 120.0  # seconds after which a rank that waits for another one gives up
     check_interval: int = 100  # steps between checks that ranks have equal parameters, 0 for none
@@ -114,7 +116,7 @@ class Config:
     # batch
     global_batch_size: int = 16  # sequences per optimizer step, over all ranks and micro-steps
     micro_batch_size: int | str = 4  # sequences of a rank's forward; auto: the most that fit
-    memory_limit_gb: float | None = None  # for auto: GB of a rank [what a GPU has free]
+    memory_limit_gb: float | None = None  # for auto: GB of a rank [its share of a GPU]
     # precision
     dtype: str = "fp32"  # of the computation, by autocast; fp16 with a gradient scaler
     param_dtype: str | None = None  # zero1 to 3: in which parameters are gathered and used [fp32]
@@ -165,9 +167,12 @@ def main(config, progress):
     steps in a row were skipped, the last step's entry of metrics.jsonl, a name for trackers. Every
     checkpoint has it, and `run` names the step in errors.
     """
+    if config.deterministic:
+        take_deterministic_kernels()  # first: a device that has started reads no environment
     device = choose_device(config.device)
     torch.set_num_threads(config.threads)
     torchrun_store = start_process_group(device, config.timeout_s)
+    say_sharing(device.type)
     together(check, config, device)
     tokenizer, gpt, tokens, val_tokens = together(prepare, config)
     # mark: a hidden folder in out_dir. As long as it is there, no other run writes to out_dir.
@@ -420,6 +425,14 @@ def prepare(config):
     return tokenizer, gpt, tokens, val_tokens
 
 
+def take_deterministic_kernels():
+    """--deterministic: from now on torch takes kernels that add in one order, where it has others,
+    such as attention's backward, which adds by atomics. An operation that has none raises."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and changes no bit
+    torch.use_deterministic_algorithms(True)
+
+
 def facts_of_run(config, gpt, tokens):
     """{name: value} of what must stay as it is when a run resumes; of an evaluation the model
     alone."""
@@ -650,7 +663,8 @@ def largest_micro_batch(config, vocab_size, device):
     elif device.type == "cpu":
         raise Stop("--micro_batch_size auto needs --memory_limit_gb on a CPU")
     else:
-        n_bytes, _ = torch.accelerator.get_memory_info(device)  # free, total
+        free, _ = torch.accelerator.get_memory_info(device)
+        n_bytes = min(gather(free // ranks_on_device(device.type)))  # before a rank takes some
     limit, W = 0.95 * n_bytes, dist.get_world_size()
     config = dataclasses.replace(config, warmup_steps=0)  # PowerSGD begins in the third step
     model = wrap(build_gpt(config, vocab_size), config, device)

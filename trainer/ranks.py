@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 import trainer
+from oracle import kinds_of_devices, take_device
 
 AGENT_HAS_ENDED = "torchrun has ended"
 
@@ -45,29 +46,43 @@ def count(n, noun):
 
 
 def choose_device(kind):
-    """--device, None for the accelerator, if any -> this rank's torch.device. Raises Stop if there
-    is no such device, or fewer than ranks on this host, since two cannot share one."""
-    n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    n_devices = {"cpu": 1024}
-    default = "cpu"
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    # Not MPS, which has no collectives and no float64; torch names gloo for it.
-    if accelerator and dist.get_default_backend_for_device(accelerator) != "gloo":
-        default = accelerator.type
-        n_devices[default] = torch.accelerator.device_count()
+    """--device, None for the accelerator, if any -> this rank's torch.device, which other ranks may
+    have, too: see `take_device`. Raises Stop if there is no such device, or if ranks would share
+    one by a backend other than NCCL, which is the only one that is known to do it."""
+    kinds = kinds_of_devices()
     if kind is None:
-        kind = default
-    n = n_devices.get(kind, 0)
-    if n == 0:
-        raise Stop(f"--device {kind} is not on this machine: choose {' or '.join(n_devices)}")
-    if n_local > n:
+        kind = kinds[-1]
+    if kind not in kinds:
+        raise Stop(f"--device {kind} is not on this machine: choose {' or '.join(kinds)}")
+    local_rank, n_local, n_devices = local_numbers(kind)
+    backend = dist.get_default_backend_for_device(kind)
+    if n_local > n_devices and backend != "nccl":
         raise Stop(f"--device {kind}: torchrun started {count(n_local, 'rank')} here, for "
-                   f"{count(n, 'device')}")
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-    torch.accelerator.set_device_index(device.index)
-    return device
+                   f"{count(n_devices, 'device')}, and {backend} cannot share a device: start "
+                   "fewer ranks, or choose --device cpu")
+    return take_device(kind, local_rank, n_local)
+
+
+def local_numbers(kind):
+    """Of this host: (this rank's number, how many ranks it has, how many devices of this kind). A
+    CPU counts as one for each rank."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    n_devices = n_local if kind == "cpu" else torch.accelerator.device_count()
+    return local_rank, n_local, n_devices
+
+
+def ranks_on_device(kind):
+    """How many ranks have the device that this rank has."""
+    local_rank, n_local, n_devices = local_numbers(kind)
+    return len(range(local_rank % n_devices, n_local, n_devices))
+
+
+def say_sharing(kind):
+    """Print on rank 0 that ranks share devices, where they do."""
+    _, n_local, n_devices = local_numbers(kind)
+    if n_local > n_devices:
+        say(f"{count(n_local, 'rank')} share {count(n_devices, 'device')}: times say nothing")
 
 
 def start_process_group(device, timeout_s):
@@ -216,6 +231,8 @@ def local(tensor):
 # how a run ends
 
 OUT_OF_MEMORY = "out of memory"
+NOT_DETERMINISTIC = " does not have a deterministic implementation"  # as torch says it
+NO_KERNEL = "has no deterministic kernel"
 
 
 def run(main, read_flags, progress):
@@ -283,6 +300,9 @@ def one_line(error):
         asked = re.search(r"allocate (\d+) bytes", text)
         size = f": {1e-9 * int(asked[1]):,.2f} GB more were asked for" if asked else ""
         return OUT_OF_MEMORY + size
+    if NOT_DETERMINISTIC in text:
+        operation, *_ = text.split(NOT_DETERMINISTIC)
+        return f"{operation} {NO_KERNEL} here: choose --no-deterministic"
     return text
 
 
@@ -290,18 +310,24 @@ def what_takes_less(text, config):
     """What to change where memory is out, by an error's text; else nothing."""
     if OUT_OF_MEMORY not in text:
         return ""
+    facts = f"--mode {config.mode}, --micro_batch_size {config.micro_batch_size}"
     advice = ["a smaller --micro_batch_size", "--activation_checkpointing"]
+    n_sharers = ranks_on_device(config.device or kinds_of_devices()[-1])
+    if n_sharers > 1:
+        facts += f", {n_sharers} ranks share the device"
+        advice.append("fewer ranks on it")
     if config.mode != "zero3":
-        advice.append("--mode zero3 on more ranks")
-    return (f" (--mode {config.mode}, --micro_batch_size {config.micro_batch_size}). What takes "
-            f"less: {', '.join(advice)}, or a smaller model")
+        advice.append("--mode zero3 on more ranks" if n_sharers == 1 else "--mode zero3")
+    return f" ({facts}). What takes less: {', '.join(advice)}, or a smaller model"
 
 
 def explains_itself(error):
-    """Whether error needs no traceback: memory is out, or a collective has failed, as it does where
-    another rank has died or hangs. Only the text tells: gloo raises plain RuntimeErrors."""
+    """Whether error needs no traceback: memory is out; or a collective has failed, as it does where
+    another rank has died or hangs; or --deterministic asks for more than there is. Only the text
+    tells: gloo, for one, raises plain RuntimeErrors."""
     if isinstance(error, (dist.DistError, torch.OutOfMemoryError)):
         return True
-    words = ("onnection", "imed out", "gloo", "pair closure", OUT_OF_MEMORY)
+    words = ("onnection", "imed out", "gloo", "pair closure", OUT_OF_MEMORY, NO_KERNEL,
+             "CUBLAS_WORKSPACE_CONFIG")  # which the user has set to something else
     is_plain = isinstance(error, (RuntimeError, MemoryError))
     return is_plain and any(word in one_line(error) for word in words)
