@@ -649,6 +649,18 @@ def make_scaler(config, device):
                              enabled="fp16" in (config.dtype, config.param_dtype))
 
 
+def bytes_for_a_rank(config, device):
+    """What --micro_batch_size auto may take: the limit that is given, or this rank's share of what
+    its device has free, as others may have the device, too. Raises Stop on a CPU without a limit.
+    A collective: none takes memory before all have looked."""
+    if config.memory_limit_gb:
+        return 1e9 * config.memory_limit_gb
+    if device.type == "cpu":
+        raise Stop("--micro_batch_size auto needs --memory_limit_gb on a CPU")
+    free, _ = torch.accelerator.get_memory_info(device)
+    return min(gather(free / ranks_on_device(device.type)))
+
+
 def largest_micro_batch(config, vocab_size, device):
     """--micro_batch_size auto: the largest size that divides a rank's part of the global batch and
     keeps a step within the limit on every rank. Raises Stop if none does. A collective.
@@ -658,14 +670,7 @@ def largest_micro_batch(config, vocab_size, device):
     size 2 gets size 1. 5 % of the limit is kept for evaluation and checkpoints, which are not
     tried.
     """
-    if config.memory_limit_gb:
-        n_bytes = 1e9 * config.memory_limit_gb
-    elif device.type == "cpu":
-        raise Stop("--micro_batch_size auto needs --memory_limit_gb on a CPU")
-    else:
-        free, _ = torch.accelerator.get_memory_info(device)
-        n_bytes = min(gather(free // ranks_on_device(device.type)))  # before a rank takes some
-    limit, W = 0.95 * n_bytes, dist.get_world_size()
+    limit, W = 0.95 * bytes_for_a_rank(config, device), dist.get_world_size()
     config = dataclasses.replace(config, warmup_steps=0)  # PowerSGD begins in the third step
     model = wrap(build_gpt(config, vocab_size), config, device)
     optimizer = make_optimizer(model, config)
