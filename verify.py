@@ -6,6 +6,7 @@
     python verify.py "one_process W=2 zero3"
     python verify.py --list
     python verify.py --module own.py # your module, wrapped in everything: see `Task`
+    python verify.py --device cuda   # all on an accelerator: one is enough
 
 `reference` trains a module in one process, in a plain loop that uses nothing of ours. `distributed`
 trains it on W ranks, in a wrapper. `same_bits` compares every gradient of every step, in its place,
@@ -17,6 +18,9 @@ paper: how many bytes a rank holds, and how many it receives.
 A check is a function that all ranks of a group run at once, as training does. It asserts. A row of
 the table is a check, the world size W, and the check's arguments. Two rows run at once. A row that
 hangs, or whose rank dies, fails by name in time, and the rest runs.
+
+With --device all is on an accelerator, the plain loop, too. Ranks share devices where there are
+fewer, and torch takes deterministic kernels only. What cannot be there is skipped, and says why.
 
 Everything else that is tested is in tests/, such as the bits of hybrid sharding, of comm hooks, of
 five ranks and more, and of parameters that are not cut: `python -m pytest`, which runs this, too.
@@ -50,11 +54,11 @@ from functools import partial, reduce
 from unittest import mock
 
 if __name__ == "__main__":
-    # For all processes: CPU only, one thread a rank, no warnings of torch's.
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
-                      TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore",
-                      PYTHONPATH=os.pathsep.join(sys.path))
-    # Ranks are forked by a server, in 0.02 s. It loads torch, and this file, while we do.
+    # For all processes: one thread a rank, no warnings of torch's.
+    os.environ.update(OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99", TORCH_CPP_LOG_LEVEL="ERROR",
+                      PYTHONWARNINGS="ignore", PYTHONPATH=os.pathsep.join(sys.path))
+    # Ranks are forked by a server, in 0.02 s. It loads torch, and this file, while we do. It must
+    # not start an accelerator, which no fork could use: so nothing here does when it is imported.
     multiprocessing.set_forkserver_preload(["verify"])
     multiprocessing.forkserver.ensure_running()
 
@@ -66,6 +70,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import ddp
@@ -96,6 +101,13 @@ def grid(**axes):
 def only_full(rows):
     """These rows run with --full only."""
     return [dict(row, only_full=True) for row in rows]
+
+
+def device():
+    """Where these ranks' modules are: the first kind that their group serves. Torch says of gloo's
+    that it is "cpu:gloo,cuda:gloo", and of NCCL's "cuda:nccl"."""
+    kind, *_ = dist.get_backend_config().split(":")
+    return torch.device(kind)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -303,7 +315,7 @@ def put_together(model, plain, kept):
     for what, (name, part) in kept.items():
         part = part.as_subclass(torch.Tensor)
         # In the order of memory; as float64, since numpy has no bf16.
-        in_memory_order = part.double().as_strided((part.numel(),), (1,)).numpy()
+        in_memory_order = part.double().as_strided((part.numel(),), (1,)).cpu().numpy()
         own[what] = name, starts[name], part.dtype, in_memory_order
     of_ranks = gather(own, group)
     found = {}
@@ -313,7 +325,7 @@ def put_together(model, plain, kept):
         n_holders = 1 if name in getattr(model, "uncut", ()) else len(of_ranks)
         assert len(holders) == n_holders, f"{what} is on ranks {holders}, expected on {n_holders}"
         p = parameters[name]
-        flat = torch.full((p.numel(),), math.nan, dtype=dtype)
+        flat = torch.full((p.numel(),), math.nan, dtype=dtype, device=p.device)
         n_parts = 0
         for rank in holders:
             _, start, _, part = of_ranks[rank][what]
@@ -619,7 +631,8 @@ def zoo_loss(model, step, number):
     """The loss of a micro batch, which is a function of the step and its number in it: however
     these are dealt to ranks and micro-steps, they are the same."""
     generator = torch.Generator().manual_seed(1000 * step + number)
-    return model(torch.randn(3, 5, generator=generator), (step + number) % 3)
+    x = torch.randn(3, 5, generator=generator).to(device())
+    return model(x, (step + number) % 3)
 
 
 @dataclasses.dataclass
@@ -627,7 +640,8 @@ class Task:
     """What is trained. A file for --module has functions of these names, the last three if needed:
     module(), which builds it; loss(model, step, number) of a micro batch; optimizer(parameters),
     which returns one, or a list, and is given parameters in the order of module.parameters();
-    units(model), for the stages and FSDP2; uncut(model), for the stages."""
+    units(model), for the stages and FSDP2; uncut(model), for the stages. The file need not know of
+    devices: see `on_device`."""
     module: object
     loss: object
     optimizer: object = adamw
@@ -644,12 +658,37 @@ def task_of(name):
         if needed not in in_file:
             raise ValueError(f"the file has no function named {needed}")
     names = [field.name for field in dataclasses.fields(Task)]
-    return Task(**{name: in_file[name] for name in names if name in in_file})
+    task = Task(**{name: in_file[name] for name in names if name in in_file})
+    task.loss = partial(on_device, task.loss)
+    return task
+
+
+def on_device(loss, model, step, number):
+    """loss(model, step, number), where model is on an accelerator and loss may not know it. What is
+    given to model goes there, and if that was on the CPU, so goes what model returns."""
+    is_on_cpu = []
+
+    def move_there(_, inputs, options):
+        tensors = [t for t in tree_leaves((inputs, options)) if torch.is_tensor(t)]
+        is_on_cpu.append(any(t.is_cpu for t in tensors))
+        return tree_map_only(torch.Tensor, lambda t: t.to(device()), (inputs, options))
+
+    def move_back(_, inputs, output):
+        if not is_on_cpu.pop():
+            return output
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, output)
+
+    if device().type == "cpu":
+        return loss(model, step, number)
+    # First of all: FSDP2 moves inputs, too.
+    with (model.register_forward_pre_hook(move_there, prepend=True, with_kwargs=True),
+          model.register_forward_hook(move_back)):
+        return loss(model, step, number)
 
 
 def fresh(name):
     torch.manual_seed(0)
-    return task_of(name).module()
+    return task_of(name).module().to(device())
 
 
 # -------------------------------------------------------------------------------------------------
@@ -748,7 +787,7 @@ def fsdp2(module, policy=MixedPrecisionPolicy(), units=None):
     if units is None:
         units = itertools.chain(*(m for m in module.modules() if isinstance(m, nn.ModuleList)))
     for m in (*units, module):
-        mesh = dist.DeviceMesh("cpu", range(dist.get_world_size()))
+        mesh = dist.DeviceMesh(device().type, range(dist.get_world_size()))
         fully_shard(m, mesh=mesh, mp_policy=policy)
     return module
 
@@ -787,12 +826,14 @@ WRAPPERS = {
 @contextmanager
 def unwritten_is_nan():
     """New memory is full of nan, which torch does where only deterministic algorithms are allowed:
-    so whoever reads what was never written has nan."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    so whoever reads what was never written has nan. On an accelerator it is always so."""
+    is_always = torch.are_deterministic_algorithms_enabled()
+    if not is_always:
+        torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(is_always)
 
 
 def dealt(W, micro_steps, each_synced):
@@ -1067,17 +1108,19 @@ def traffic_is_the_formulas(wrapper):
     """
     share = 1 - 1 / dist.get_world_size()
     n = 8
-    x = torch.ones(3, 48, requires_grad=True)  # or autograd saves no weight of the first unit
+    # Or autograd saves no weight of the first unit.
+    x = torch.ones(3, 48, device=device(), requires_grad=True)
     unit = 4 * 48 * 48  # bytes
     root = 4 * 4096
     psi = n * unit + root
     received = Counter()
 
     def note(operation, tensors):
-        received[operation] += tensors[0].nbytes / share / psi
+        part = part_of_others(operation)
+        received[operation] += part * tensors[0].nbytes / share / psi
 
     def assert_received(expected, act, **options):
-        model = WRAPPERS[wrapper](Chain(n, 48), **options)
+        model = WRAPPERS[wrapper](Chain(n, 48).to(device()), **options)
         act(model, x)  # makes buffers
         received.clear()
         with every_collective(note):
@@ -1133,8 +1176,10 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
     def note(phase, *_):
         found[phase] = live_bytes() - before
 
-    model = STAGES[stage](Chain(n, width, recomputed), shard_size=shard_size,
-                          param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    module = Chain(n, width, recomputed).to(device())
+    model = STAGES[stage](module, shard_size=shard_size, param_dtype=param_dtype,
+                          reduce_dtype=reduce_dtype)
+    x = torch.ones(1, width, device=device())
     note("built")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for step in range(2):
@@ -1142,7 +1187,7 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
             middle = model.module.units[n // 2]
             middle.register_forward_hook(partial(note, "forward"))
             middle.register_full_backward_hook(partial(note, "backward"))
-        model(torch.ones(1, width)).backward()
+        model(x).backward()
         optimizer.step()
         note("step")
         model.zero_grad()
@@ -1174,8 +1219,8 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
         assert 0.97 * least <= found[phase] <= most, (
             f"{phase}: {found[phase]:,} bytes, expected are {least:,.0f} to {most:,.0f}; a unit "
             f"has {unit:,}")
-    model(torch.ones(1, width))  # without a backward, which would free what autograd has saved
-    del model, optimizer, middle
+    model(x)  # without a backward, which would free what autograd has saved
+    del module, model, optimizer, middle, x
     assert live_bytes() - before <= 4096, f"{live_bytes() - before} bytes are left"
 
 
@@ -1215,7 +1260,7 @@ def second_step(wrapper, names):
     that a rank receives, messages, the part of the gradients that come after the first bucket was
     launched, bytes held after a step, bytes more when the last block goes back)."""
     before = live_bytes()
-    module = Registered(names)
+    module = Registered(names).to(device())
     block = module.WIDTH**2
     came, received = [], []
     for p in module.parameters():
@@ -1228,13 +1273,13 @@ def second_step(wrapper, names):
     bytes_at = {}
 
     def note(operation, tensors):
-        received.append(tensors[0].numel())
+        received.append(part_of_others(operation) * tensors[0].numel())
 
     def note_bytes(*_):
         bytes_at["backward"] = live_bytes() - before
 
     def step():
-        model(torch.arange(4)).backward()
+        model(torch.arange(4, device=device())).backward()
         optimizer.step()
         bytes_at["step"] = live_bytes() - before
         optimizer.zero_grad()
@@ -1311,17 +1356,27 @@ def every_collective(note):
         yield
 
 
+# Torch's own all-gather and all-to-all, which accelerators have, by their old and new names.
+WITH_OWN_CHUNK = ("_allgather_base", "all_gather_single", "alltoall_base", "all_to_all_single")
+
+
+def part_of_others(operation):
+    """Of what a collective writes: the part that has come from other ranks."""
+    return 1 - 1 / dist.get_world_size() if operation in WITH_OWN_CHUNK else 1
+
+
 def live_bytes():
-    """Bytes of all tensors that Python can reach, each storage once. Not seen is what C++ alone
-    holds, such as what autograd has saved.
+    """Bytes of all tensors on these ranks' device that Python can reach, each storage once. Not
+    seen is what C++ alone holds, such as what autograd has saved.
 
     Exact where the resident set of a process is noise: it counts pages, and allocators keep them.
     """
     time.sleep(0.05)  # for threads to let go of what they have sent
     gc.collect()
+    kind = device().type
     storages = {}
     for t in gc.get_objects():
-        if issubclass(type(t), torch.Tensor) and t.device.type == "cpu":
+        if issubclass(type(t), torch.Tensor) and t.device.type == kind:
             storage = t.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
@@ -1353,9 +1408,9 @@ def end_with_parent():
     os.killpg(0, signal.SIGKILL)
 
 
-def join_group(rank, W, folder):
+def join_group(rank, W, folder, kind):
     """A rank's first act. Of more than four ranks only rank 0 is there, in torch's fake group,
-    whose collectives do nothing.
+    whose collectives do nothing. kind: of device, "cpu" or an accelerator, which ranks share.
 
     The group's timeout is shorter than most limits: where one rank fails the others say what they
     were waiting for, in place of "no answer".
@@ -1364,9 +1419,17 @@ def join_group(rank, W, folder):
     os.setpgid(0, 0)  # to be killed together with the programs that it starts
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    is_fake = W > 4
-    store = FakeStore() if is_fake else dist.FileStore(f"{folder}/store", W)
-    dist.init_process_group("fake" if is_fake else "gloo", store=store, rank=rank, world_size=W,
+    if kind == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nobody takes a GPU by himself
+    else:
+        # Attention's backward, for one, adds by atomics else: other bits in each run.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    oracle.take_device(kind, rank, W)
+    backend, store = dist.get_default_backend_for_device(kind), dist.FileStore(f"{folder}/store", W)
+    if W > 4:
+        backend, store = "fake", FakeStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=W,
                             timeout=datetime.timedelta(seconds=20))
 
 
@@ -1398,22 +1461,25 @@ def attempt(function, arguments):
 
 
 class Ranks:
-    """W processes in one gloo group, reused for any number of checks; see `join_group` for W > 4.
+    """W processes in one group, reused for any number of checks; see `join_group` for W > 4.
 
     Each is the only worker of a pool, so that a call can be sent to all of them and awaited with a
     time limit. A worker that dies breaks its pool, which is how that is noticed.
     """
 
-    def __init__(self, W):
+    def __init__(self, W, kind="cpu"):
         self.folder = tempfile.mkdtemp()
         n_processes = W if W <= 4 else 1
         context = multiprocessing.get_context("forkserver")
         self.pools = []
         for rank in range(n_processes):
-            arguments = rank, W, self.folder
+            arguments = rank, W, self.folder, kind
             self.pools.append(ProcessPoolExecutor(1, context, join_group, arguments))
         futures = [pool.submit(os.getpid) for pool in self.pools]
-        self.pids = [future.result() for future in futures]
+        try:
+            self.pids = [future.result() for future in futures]
+        except BrokenProcessPool:  # as where an accelerator has no memory for one more process
+            raise AssertionError("a rank could not join: its error is above") from None
 
     def run(self, function, arguments, limit_s):
         """function(**arguments) on every rank -> what rank 0 returns. Raises AssertionError, which
@@ -1458,15 +1524,20 @@ class Ranks:
 
 
 class Groups:
-    """Groups of ranks, started when they are needed, which stay for the next checks."""
+    """Groups of ranks, started when they are needed, which stay for the next checks. On an
+    accelerator only one stays, since each process takes hundreds of MB there, whatever it does.
 
-    def __init__(self):
-        self.of_size = {}
+    kind: of their devices."""
+
+    def __init__(self, kind="cpu"):
+        self.of_size, self.kind = {}, kind
 
     def run(self, function, arguments, W, limit_s):
         """As Ranks.run, on W ranks. A group that has failed goes."""
         if W not in self.of_size:
-            self.of_size[W] = Ranks(W)
+            if self.kind != "cpu":
+                self.kill()
+            self.of_size[W] = Ranks(W, self.kind)
         try:
             return self.of_size[W].run(function, arguments, limit_s)
         except AssertionError:
@@ -1476,6 +1547,7 @@ class Groups:
     def kill(self):
         for ranks in self.of_size.values():
             ranks.kill()
+        self.of_size.clear()
 
 
 @dataclasses.dataclass
@@ -1511,7 +1583,12 @@ class Row:
         start_s = time.monotonic()
         outcome, text = "passed", ", ".join(self.words)
         try:
-            groups.run(self.check, self.arguments, self.W, self.check.limit_s)
+            if self.W > 4 and groups.kind != "cpu":
+                outcome = "skipped"
+                text += (", skipped: torch's fake group adds nothing up, and on accelerators "
+                         "stages compare a sum")
+            else:
+                groups.run(self.check, self.arguments, self.W, self.check.limit_s)
         except AssertionError as error:
             outcome = "failed" if self.counts else "skipped"
             text = f"FAILED {text}\n    {error}" if self.counts else f"{text}, not counted: {error}"
@@ -1541,12 +1618,12 @@ def chosen_parts(names, is_full):
     return parts
 
 
-def run_parts(parts):
-    """Run {claim: rows}, print each claim and a line for each of its rows; return the number of
-    failures. These are printed once more at the end, where they are seen."""
+def run_parts(parts, kind):
+    """Run {claim: rows} on devices of a kind, print each claim and a line for each of its rows;
+    return the number of failures. These are printed once more at the end, where they are seen."""
     print(f"{'check':22s} {'W':>4s} {'seconds':>7s}")
     found = []
-    lanes = Groups(), Groups()  # rows run in two lanes at once
+    lanes = Groups(kind), Groups(kind)  # rows run in two lanes at once
     for claim, rows in parts.items():
         print(f"\n{claim}:\n")
         left = iter(rows)  # each lane takes the next one when it is free
@@ -1570,18 +1647,25 @@ def run_parts(parts):
     return outcomes["failed"]
 
 
-def rows_of_file(file, parser):
+def try_out(file):
+    """A step of the module of a file, in one process."""
+    task = task_of(file)
+    module = fresh(file)
+    make_optimizers(task.optimizer, module.parameters())
+    task.loss(module, 0, 0).backward()
+
+
+def rows_of_file(file, kind, parser):
     """For --module. Torch's wrappers do not count: from W = 3 on they add in another order."""
     path = str(pathlib.Path(file).resolve())
-    sys.path.append(os.path.dirname(path))  # for what the file imports
+    sys.path.append(os.path.dirname(path))  # for what the file imports; ranks have it from here
+    groups = Groups(kind)
     try:
-        task = task_of(path)
-        module = task.module()
-        make_optimizers(task.optimizer, module.parameters())
-        task.loss(module, 0, 0).backward()
-    except (Exception, SystemExit) as error:
-        fact = " ".join(f"{file}: {type(error).__name__}: {error}".split())
-        parser.exit(2, f"verify.py: {fact}\n")
+        groups.run(try_out, dict(file=path), 1, own_module.limit_s)
+    except AssertionError as error:
+        fact = str(error).removeprefix("rank 0: ")
+        parser.exit(2, f"verify.py: {file}: {fact}\n")
+    groups.kill()
     rows = []
     for W in (1, 2, 3):
         for wrapper in ("naive", "ddp", *STAGES, *OF_TORCH):
@@ -1597,11 +1681,18 @@ def main():
     parser.add_argument("--full", action="store_true", help="all rows, not samples")
     parser.add_argument("--list", action="store_true", help="list the checks and their claims")
     parser.add_argument("--module", metavar="FILE", help="compare all wrappers of its module()")
+    parser.add_argument("--device", metavar="KIND", default="cpu",
+                        help="cpu, or an accelerator, such as cuda: ranks share it [cpu]")
     options = parser.parse_args()
+    # On a CPU nobody asks for accelerators: that takes a second where there is one.
+    kinds = ["cpu"] if options.device == "cpu" else oracle.kinds_of_devices()
+    if options.device not in kinds:
+        parser.exit(2, f"verify.py: --device {options.device} is not on this machine: choose "
+                       f"{' or '.join(kinds)}\n")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all, not the row that is under way
     if options.module:
         claim = f"The module of {options.module} ends on the bits of one process, in any wrapper"
-        parts = {claim: rows_of_file(options.module, parser)}
+        parts = {claim: rows_of_file(options.module, options.device, parser)}
     else:
         parts = chosen_parts(options.names, options.full)
     if not parts:
@@ -1613,7 +1704,7 @@ def main():
             for function in dict.fromkeys(row.check for row in rows):
                 print(f"{function.__name__:22s} {' '.join(function.__doc__.split())}")
         return 0
-    return 1 if run_parts(parts) else 0
+    return 1 if run_parts(parts, options.device) else 0
 
 
 if __name__ == "__main__":

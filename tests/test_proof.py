@@ -6,9 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import verify
+from tests.common import native
 from tests.params import ROOT, slug
-from verify import PROOF, rows_of
+from verify import Groups, memory_is_the_formulas, PROOF, Row, rows_of, traffic_is_the_formulas
 
 
 def parameters():
@@ -28,6 +31,29 @@ def test_proof(check, arguments):
     """W ranks have the bits of one process, of oracle.py and of torch's wrappers, and the bytes of
     the paper: see verify.PROOF. (W is conftest's fixture.)"""
     check(**arguments)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wrapper", ["ddp", "zero2", "zero3"])
+def test_traffic_of_native_collectives(wrapper):
+    """Of torch's own all-gather and all-to-all, which accelerators have, a rank's own chunk does
+    not count as received."""
+    with native():
+        traffic_is_the_formulas(wrapper)
+
+
+def test_skipped_rows_say_why():
+    """What cannot be on an accelerator starts no ranks there, and its line has the reason."""
+    groups = Groups("abacus")
+    outcome, line = Row(memory_is_the_formulas, 1024, dict(stage="zero3")).run(groups)
+    assert outcome == "skipped" and "zero3, skipped: torch's fake group" in line, line
+    assert not groups.of_size
+
+
+@pytest.mark.ranks(1)
+def test_device_of_a_group():
+    """A group on a CPU has its modules there, whatever accelerators the machine has."""
+    assert verify.device() == torch.device("cpu")
 
 
 OWN = """
@@ -52,6 +78,8 @@ def loss(model, step, number):
     pytest.param("raise OSError('gone')", ["--module", "own.py"], 2, "own.py: OSError: gone",
                  id="module_that_raises"),
     pytest.param("", ["--module", "none.py"], 2, "none.py: FileNotFoundError", id="no_module"),
+    pytest.param("", ["--device", "abacus"], 2, "--device abacus is not on this machine: choose",
+                 id="no_device"),
     pytest.param("", ["one_process W=9"], 2, "no row has a name with one_process W=9", id="no_row"),
     pytest.param("", ["one_process W=1 zero1"], 0, "1 passed, 0 failed", id="name"),
     pytest.param("", ["traffic", "--list"], 0, "traffic_is_the_formulas", id="list")])
