@@ -14,7 +14,7 @@ import torch.distributed as dist
 import oracle
 import train
 from tests.common import raises
-from tests.runs import finish, in_update, run_train
+from tests.runs import finish, in_update, run_train, this_rank
 from trainer import ranks
 
 
@@ -73,6 +73,25 @@ def test_train_says_who_shares():
             ranks.say_sharing("cpu")
             ranks.say_sharing("cuda")
         assert say.call_args_list == ([mock.call(line)] if line else [])
+
+
+def shared_device():
+    """Plant a host with one device for its two ranks, after the group has been made."""
+    start = ranks.start_process_group
+
+    def start_and_share(*arguments):
+        ranks.local_numbers = lambda kind: (this_rank(), 2, 1)
+        return start(*arguments)
+
+    ranks.start_process_group = start_and_share
+
+
+def test_a_run_says_who_shares(tmp_path):
+    """Rank 0 does, before the first step."""
+    run = run_train(tmp_path, 2, plant=shared_device, mode="ddp")
+    first, *_ = run.stdout[0].splitlines()
+    assert first == "2 ranks share 1 device: times say nothing" and run.codes == [0, 0], run
+    assert "share" not in run.stdout[1], run
 
 
 def test_train_chooses_a_device():
