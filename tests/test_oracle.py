@@ -1,6 +1,8 @@
 """oracle.py: what its program prints."""
 
+import sys
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -71,3 +73,12 @@ def test_oracle_takes_a_group():
     norm.running_mean.fill_(rank)
     oracle.make_shards(norm)
     assert (norm.running_mean == 0).all(), f"rank {rank} has {norm.running_mean}"
+
+
+def test_oracle_refuses_a_device(capsys):
+    """One that is not there, in one line, which names those that are."""
+    with (mock.patch.object(sys, "argv", ["oracle.py", "--device", "abacus"]),
+          pytest.raises(SystemExit) as ended):
+        oracle.main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and "'abacus' (choose from 'cpu'" in line, line

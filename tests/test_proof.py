@@ -4,6 +4,8 @@ import itertools
 import os
 import subprocess
 import sys
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -54,6 +56,27 @@ def test_skipped_rows_say_why():
 def test_device_of_a_group():
     """A group on a CPU has its modules there, whatever accelerators the machine has."""
     assert verify.device() == torch.device("cpu")
+
+
+def test_a_file_need_not_know_of_devices():
+    """What its loss gives to the model goes to the device, before any other hook sees it, and what
+    comes out goes back; but not where the loss is on the device itself. No hook is left. (Here the
+    device is meta, which has no values.)"""
+    seen = []
+    module = torch.nn.Linear(2, 2, device="meta")
+    module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].device.type))
+
+    def loss_on(kind, model, step, number):
+        x = torch.ones(1, 2, device=kind)
+        return model(x) - x
+
+    with (mock.patch.object(verify, "device", lambda: torch.device("meta")),
+          mock.patch.object(torch.Tensor, "cpu", lambda t: torch.zeros(t.shape))):
+        for kind in ("cpu", "meta"):
+            found = verify.on_device(partial(loss_on, kind), module, 0, 0)
+            assert found.device.type == kind
+    assert seen == ["meta", "meta"]
+    assert len(module._forward_pre_hooks) == 1 and not module._forward_hooks
 
 
 OWN = """
