@@ -32,7 +32,6 @@ import dataclasses
 import functools
 import gc
 import math
-import os
 import pathlib
 import sys
 import time
@@ -54,6 +53,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import ddp
 import zero
+from bench.start import join, Parser
 from bench.timeline import refuse
 
 # -------------------------------------------------------------------------------------------------
@@ -322,11 +322,6 @@ def fastest_us(device, n_steps):
 # -------------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        refuse(f"{message}: see --help")
-
-
 def parse_arguments():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="steps of each wrapper to time")
@@ -337,29 +332,6 @@ def parse_arguments():
     if arguments.steps < 1:
         refuse(f"--steps {arguments.steps}: choose 1 or more")
     return arguments
-
-
-def choose_device(kind):
-    """--device -> this rank's torch.device."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != kind:
-        refuse(f"--device {kind} is not on this machine: choose cpu")
-    n_devices = torch.accelerator.device_count()
-    n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if n_ranks > n_devices:
-        refuse(f"--device {kind}: {n_ranks} ranks, {n_devices} devices: start fewer ranks")
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device(kind, torch.accelerator.current_device_index())
-
-
-def start_process_group(device):
-    backend = dist.get_default_backend_for_device(device)
-    if "RANK" in os.environ:  # torchrun has started this
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def print_table(counts, fastest):
@@ -396,8 +368,7 @@ def main():
     arguments = parse_arguments()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    device = choose_device(arguments.device)
-    start_process_group(device)
+    device = join(arguments.device)
     counts = {}
     for name in SYSTEMS:
         counts[name] = count(name, device)

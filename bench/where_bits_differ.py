@@ -25,7 +25,6 @@ import itertools
 import math
 import os
 import pathlib
-import socket
 import sys
 
 # Deterministic products want it, and CUDA reads it once, when it starts.
@@ -38,7 +37,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 # Run by itself, this file stands first in the path, and not the project.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from bench.timeline import refuse
+from bench.start import join, Parser
 from ddp import total_norm
 from model import GPT, GPTConfig, PRESETS
 from zero import Zero3
@@ -337,11 +336,6 @@ def ask_f(step, report, gradients):
 # -------------------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        refuse(f"{message}: see --help")
-
-
 def parse_arguments():
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cpu, or an accelerator, such as cuda; unless given, the "
@@ -351,35 +345,9 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def choose_device(kind):
-    """--device -> this rank's torch.device. Ranks of NCCL's may share one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if kind is None:
-        kind = accelerator.type if accelerator else "cpu"
-    if kind == "cpu":
-        return torch.device("cpu")
-    if accelerator is None or accelerator.type != kind:
-        refuse(f"--device {kind} is not on this machine: choose cpu")
-    n_devices = torch.accelerator.device_count()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    # NCCL refuses two ranks of one host with one device: so they say that they are of two hosts.
-    os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{local_rank // n_devices}")
-    torch.accelerator.set_device_index(local_rank % n_devices)
-    return torch.device(kind, local_rank % n_devices)
-
-
-def start_process_group(device):
-    backend = dist.get_default_backend_for_device(device)
-    if "RANK" in os.environ:  # torchrun has started this
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
 def main():
     arguments = parse_arguments()
-    device = choose_device(arguments.device)
-    start_process_group(device)
+    device = join(arguments.device)
     # It takes time, and what is compared reads no memory that was not written.
     torch.utils.deterministic.fill_uninitialized_memory = False
     size = arguments.model or ("tiny" if device.type == "cpu" else "gpt2")
