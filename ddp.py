@@ -183,12 +183,6 @@ class Bucket:
         """All of a parameter in a buffer of n elements."""
         return self.views([slot], buffer)[0]
 
-    def elsewhere(self, slots, tensors, buffer):
-        """Those of slots whose tensor does not begin at their place in buffer."""
-        first, itemsize = buffer.data_ptr(), buffer.itemsize
-        pairs = zip(slots, tensors)
-        return [slot for slot, t in pairs if t.data_ptr() != first + slot.start * itemsize]
-
     def places_of_gradients(self, slots):
         """[the part of `gradients` that is a parameter's, in its shape]. `.data` gives each its own
         _version: views of one buffer share theirs, and autograd would take a write to one for a
@@ -200,7 +194,11 @@ class Bucket:
         `.grad` be its place: so the sum over ranks will be there, and autograd adds the next
         micro-step to it. One that is there already stays the same object. (All in one call: on an
         accelerator a kernel for each would cost more time than all else here.)"""
-        new = self.elsewhere(slots, [slot.parameter.grad for slot in slots], self.gradients)
+        first, itemsize = self.gradients.data_ptr(), self.gradients.itemsize
+        new = []
+        for slot in slots:
+            if slot.parameter.grad.data_ptr() != first + slot.start * itemsize:
+                new.append(slot)
         if new:
             places = self.places_of_gradients(new)
             torch._foreach_copy_(places, [slot.parameter.grad for slot in new])
@@ -738,14 +736,18 @@ class UnevenRanks:
     def _new_backward(self, task):
         """It brings the gradients of those that it reaches: a bucket must not wait for the others.
         One that reaches none averages nothing. (Inside torch.autograd.grad() of a parameter this
-        question raises. It should: that writes no `.grad`, so nothing would be averaged.)"""
+        question raises. It should: that writes no `.grad`, so nothing would be averaged. In
+        no_sync() nothing is, anyway.)"""
         backward = super()._new_backward(task)
-        if backward.is_averaging:
+        try:
             for slot, node in self._accumulate_grad.items():
                 if not torch._C._will_engine_execute_node(node):
                     backward.to_come[slot.bucket].discard(slot)
-            if not any(backward.to_come.values()):
-                backward.is_averaging, backward.to_launch = False, []
+        except RuntimeError:
+            if backward.is_averaging:
+                raise
+        if not any(backward.to_come.values()):
+            backward.is_averaging, backward.to_launch = False, []
         return backward
 
     def _put(self, bucket, slots):
@@ -1012,10 +1014,12 @@ def named_modules(module, name=""):
 
 
 def named_tensors(module, kind):
-    """[(name, tensor)] of all "parameters" or "buffers" of module, a tied one by each name."""
+    """[(name, tensor)] of all "parameters" or "buffers" of module, a tied one by each name; of its
+    "modules" [(name, module)]."""
     found = []
     for prefix, m in named_modules(module):
-        for name, t in m.__dict__[f"_{kind}"].items():
+        kept = {"parameters": m._parameters, "buffers": m._buffers, "modules": m._modules}
+        for name, t in kept[kind].items():
             is_sent_as_parameter = kind == "buffers" and isinstance(t, torch.nn.Parameter)
             if t is not None and not is_sent_as_parameter:
                 found.append((f"{prefix}.{name}" if prefix else name, t))

@@ -773,6 +773,7 @@ class ShardGuards(Guards):
         for slot in self._trained:
             watch, gradient = slot.parameter._watch, slot.shard.grad
             if gradient is None and not slot.bucket.unreduced:
+                watch.mark = None
                 continue  # as it is in most backwards
             if not isinstance(gradient, Held):
                 slot.bucket.unreduced.discard(slot)

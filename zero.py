@@ -230,13 +230,11 @@ class ShardedBucket(Bucket):
         return torch.empty(self.n, dtype=self.param_dtype, device=self.device)
 
     def point_parameters(self):
-        """Give the module's parameters their values: views of `unsharded`, unless they are there.
+        """Give the module's parameters their values: views of `unsharded`.
 
         Assigning `.data` is how a value comes and goes. The Parameter stays the same object for the
         module, for its hooks and for autograd's graph; only the memory behind it is another."""
-        parameters = [slot.parameter for slot in self.slots]
-        old = self.elsewhere(self.slots, parameters, self.unsharded)
-        for slot, view in zip(old, self.views(old, self.unsharded)):
+        for slot, view in zip(self.slots, self.views(self.slots, self.unsharded)):
             slot.parameter.data = view
 
     def free_parameters(self):
@@ -972,7 +970,7 @@ class UnevenForwards(UnevenRanks):
                 slot.shard.grad = None
         super()._check_means()
         for slot, gradient in held.items():
-            if is_in_memory_of(slot.bucket.sharded_gradients, slot.bucket.gradients):
+            if is_in_memory_of(gradient, slot.bucket.gradients):
                 gradient.data = gradient.data.clone()
             slot.shard.grad = gradient
 
