@@ -115,21 +115,23 @@ class Slot:
     """The place of a parameter in a bucket.
 
         parameter
-        fqn      its fully qualified name, such as "blocks.0.mlp.down.weight"
-        shape    of the parameter
-        strides  in the buffer: packed, without gaps between its elements
-        shard    what the optimizer has, whose `.grad` becomes the mean: in DDP that is the
-                 parameter itself, in ZeRO this rank's part of it
-        bucket   in which it is
-        start    its first element in the flat buffer
+        fqn       its fully qualified name, such as "blocks.0.mlp.down.weight"
+        shape, n  of the parameter, its number of elements
+        strides   in the buffer: packed, without gaps between its elements
+        shard     what the optimizer has, whose `.grad` becomes the mean: in DDP that is the
+                  parameter itself, in ZeRO this rank's part of it
+        bucket    in which it is
+        start     its first element in the flat buffer
+        layout    of a stage's: (shape, strides, first element) of its shard in this rank's chunk
     """
 
     def __init__(self, parameter, fqn):
-        self.parameter, self.fqn, self.shape = parameter, fqn, parameter.shape
+        self.parameter, self.fqn = parameter, fqn
+        self.shape, self.n = parameter.shape, parameter.numel()
         packed = torch.empty_like(parameter, device="meta")  # its order of dimensions, and no gaps
         self.strides = packed.stride()
         self.shard = parameter
-        self.bucket, self.start = None, None
+        self.bucket, self.start, self.layout = None, None, None
 
 
 BUCKET_BYTES = 25 * 2**20  # torch DDP's number
@@ -165,7 +167,7 @@ class Bucket:
         self.slots, self.n, self.unreduced = slots, 0, set()
         for slot in slots:
             slot.bucket, slot.start = self, self.n
-            self.n += round_up(slot.shape.numel(), align)
+            self.n += round_up(slot.n, align)
         self.gradients, self.reduction = None, None
 
     def __repr__(self):
@@ -197,7 +199,8 @@ class Bucket:
         first, itemsize = self.gradients.data_ptr(), self.gradients.itemsize
         new = []
         for slot in slots:
-            if slot.parameter.grad.data_ptr() != first + slot.start * itemsize:
+            address = slot.parameter.grad.data_ptr()  # 0 if there is no element
+            if address != first + slot.start * itemsize and slot.n > 0:
                 new.append(slot)
         if new:
             places = self.places_of_gradients(new)
@@ -341,7 +344,8 @@ class Backward:
         task          the engine's number of it
         is_averaging  whether it averages gradients: not in no_sync()
         to_come       {bucket: its slots whose gradient the backward has yet to bring}
-        to_launch     buckets that are yet to be filled, and reduced, in order
+        to_fill       buckets that are yet to be filled
+        to_launch     buckets that are yet to be reduced, in order
         reducing      the bucket whose reduction was started last, and not yet finished, or None
         came          {slot: None}: those whose gradient has come, in this order
     """
@@ -349,6 +353,7 @@ class Backward:
     def __init__(self, task, is_averaging, to_come, to_launch):
         self.task, self.is_averaging = task, is_averaging
         self.to_come, self.to_launch = to_come, to_launch
+        self.to_fill = set(to_come)
         self.reducing, self.came = None, {}
 
 
@@ -359,7 +364,7 @@ class Reducer(Wrapper):
 
         the first sign of a backward   _notice_backward -> _prepare_for_backward
         a gradient is complete         _mark_param_ready -> _launch_ready_buckets
-                                       -> _finish_last, _launch
+                                       -> _finish_last, _launch -> _fill
         the backward ends              _finalize_backward -> _wait_for_buckets, _give_means
 
     A subclass says what a launch does, by `_start_reduction(bucket)`, and what is done with the sum
@@ -398,18 +403,21 @@ class Reducer(Wrapper):
     def _new_backward(self, task):  # a joint
         is_averaging = self.require_backward_grad_sync
         to_come = {bucket: set(bucket.slots) for bucket in self._buckets}
-        return Backward(task, is_averaging, to_come, list(self._buckets))
+        to_launch = list(self._buckets) if is_averaging else []
+        return Backward(task, is_averaging, to_come, to_launch)
 
     # ---- a gradient is complete
 
     def _mark_param_ready(self, slot, p):
         """Hook of p, the slot's parameter: autograd has added to `p.grad` all that this backward
-        adds. With the last one of a bucket launch the buckets that are ready."""
+        adds. With the last one of a bucket launch the buckets that are ready. If this bucket has to
+        wait, or is in no_sync(), its gradients need not."""
         to_come = self._backward.to_come[slot.bucket]
         to_come.discard(slot)
         self._backward.came[slot] = None
         if not to_come:
             self._launch_ready_buckets()
+            self._fill(slot.bucket)
 
     def _launch_ready_buckets(self):
         """Launch buckets in their order, as far as they are ready. All ranks have that order in
@@ -433,17 +441,20 @@ class Reducer(Wrapper):
                 self._finish_reduction(bucket)
 
     def _launch(self, bucket):
-        """Move gradients into bucket, and start to reduce it. It is scaled before the sum, which
-        might overflow. In no_sync() they only wait there."""
-        self._put(bucket, bucket.slots)
-        if not self._backward.is_averaging:
-            return
+        """Start to reduce bucket. It is scaled before the sum, which might overflow."""
+        self._fill(bucket)
         scale = self._scale_before_sum()
         if scale != 1:
             bucket.gradients.mul_(scale)
         with span("start: reduce", bucket):
             self._start_reduction(bucket)
         self._backward.reducing = bucket
+
+    def _fill(self, bucket):
+        """Move gradients into bucket, unless that was done before it could be launched."""
+        if bucket in self._backward.to_fill:
+            self._backward.to_fill.remove(bucket)
+            self._put(bucket, bucket.slots)
 
     def _put(self, bucket, slots):  # a joint
         bucket.put(slots)
@@ -518,7 +529,7 @@ class Reducer(Wrapper):
 
     def _free_at_end(self, bucket):
         """A bucket and its slots refer to each other, and so would wait for the garbage collector.
-        Now they go with this wrapper."""
+        Now slots go with this wrapper, and so do DDP's buckets."""
         weakref.finalize(self, bucket.slots.clear)
 
 
@@ -752,21 +763,25 @@ class UnevenRanks:
 
     def _put(self, bucket, slots):
         """A parameter that this backward has not reached sends what no_sync() has held back, in DDP
-        whatever `.grad` holds, or zeros, as other ranks may have used it."""
+        whatever `.grad` holds, or zeros, as other ranks may have used it. In no_sync() it is left
+        alone."""
+        backward = self._backward
+        if not backward.is_averaging:
+            slots = [slot for slot in slots if slot in backward.came]
         with_gradient = [slot for slot in slots if slot.parameter.grad is not None]
-        if len(with_gradient) < len(slots) and self._backward.is_averaging:
-            self._put_zeros(bucket)
+        if len(with_gradient) < len(slots) and backward.is_averaging:
+            self._put_zeros([slot for slot in slots if slot.parameter.grad is None])
         super()._put(bucket, with_gradient)
 
-    def _put_zeros(self, bucket):
-        """Where there is no gradient. If autograd has left it undefined, the parameter still counts
-        as used when find_unused_parameters=False, as in torch's DDP."""
-        for slot, place in zip(bucket.slots, bucket.places_of_gradients(bucket.slots)):
-            if slot.parameter.grad is None:
-                if slot not in bucket.unreduced:
-                    place.zero_()
-                if slot in self._backward.came and not self.find_unused_parameters:
-                    bucket.unreduced.add(slot)
+    def _put_zeros(self, slots):
+        """For want of a gradient, unless no_sync() has held one back. One that autograd has left
+        undefined still counts as used when find_unused_parameters=False, as in torch's DDP."""
+        bucket = slots[0].bucket
+        for slot, place in zip(slots, bucket.places_of_gradients(slots)):
+            if slot not in bucket.unreduced:
+                place.zero_()
+            if slot in self._backward.came and not self.find_unused_parameters:
+                bucket.unreduced.add(slot)
 
     def _learn_order(self, came):
         """All ranks launch buckets in rank 0's order."""
@@ -786,12 +801,14 @@ class UnevenRanks:
 
     @torch.no_grad()
     def _finalize_backward(self):
-        """Nothing is to come any more: launch the buckets that are left. At last `_check_counts`.
-        (On an accelerator that is for the next forward or backward, as in torch: here the CPU would
-        wait for the device.)"""
+        """Nothing is to come any more: launch and fill the buckets that are left. At last
+        `_check_counts`. (On an accelerator that is for the next forward or backward, as in torch:
+        here the CPU would wait for the device.)"""
         for slots in self._backward.to_come.values():
             slots.clear()
         self._launch_ready_buckets()
+        for bucket in self._buckets:
+            self._fill(bucket)
         super()._finalize_backward()
         if self._is_on_cpu:
             self._check_counts()

@@ -182,7 +182,7 @@ class Guards:
         if self._backward is not None:
             self._refuse("a backward inside another, or after one that raised: pass "
                          "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
-        self._guard_marks()
+        self._guard_take_marks()
         try:
             super()._prepare_for_backward(task)
         except RuntimeError as error:
@@ -195,8 +195,8 @@ class Guards:
                 with torch._C.DisableTorchFunctionSubclass():
                     kept.data = kept.data.clone()  # this backward will write to the bucket
 
-    def _guard_marks(self):  # a joint
-        """A backward begins."""
+    def _guard_take_marks(self):  # a joint
+        """Take away what guards have put at gradients."""
 
     def _mark_param_ready(self, slot, p):
         if p.grad is not None and p.grad.is_sparse:
@@ -640,6 +640,9 @@ class ShardGuards(Guards):
                 p._watch.seen = p.data_ptr(), p._version, p.requires_grad
             self._guard_hidden.discard(unit)
 
+    def _is_whole(self, unit):
+        return super()._is_whole(unit) and unit not in self._guard_hidden
+
     def _unshard(self, unit):
         if not unit.is_current:
             with outside_functorch():
@@ -766,7 +769,7 @@ class ShardGuards(Guards):
 
     # ---- backward: a shard's `.grad` is a Part, or Held
 
-    def _guard_marks(self):
+    def _guard_take_marks(self):
         """Take the marks away. Where no_sync() held a gradient back and the mark is gone already,
         zero_grad() of an optimizer has dropped it. Where a loss over shards has added to the mark,
         by which its version is above 0, it is a gradient."""

@@ -148,7 +148,7 @@ class ShardedBucket(Bucket):
         unsharded          (n,) whole parameters, which forward and backward use; or None
         sharded            (S,) this rank's chunk of them: the optimizer's shards are views of it
         gradients          (n,) this rank's gradients, or None
-        sharded_gradients  (S,) the means of its chunk: the shards' `.grad` are views of it
+        sharded_gradients  (S,) the means of its chunk: the shards' `.grad` are views of it; or None
 
     Whose memory is whose on rank 0 of two, where c0 and c1 are chunks of parameters, g0 and g1 of
     gradients:
@@ -181,10 +181,12 @@ class ShardedBucket(Bucket):
         self.first, self.end = ends[self.rank], ends[self.rank + 1]  # of this rank's chunk
         self.size = self.end - self.first  # S
         self.unsharded, self.sharded, self.sharded_gradients = None, None, None
-        self.shard_layouts = {slot: self.shard_layout(slot) for slot in slots}
-        # What parameters are while there is no `unsharded`: one element, seen in p's shape.
-        nan = torch.full((), math.nan, device=self.device).to(self.param_dtype)
-        self.nans = [nan.expand(slot.shape) for slot in slots]
+        self.nans = []  # what parameters are while there is no `unsharded`
+        for slot in slots:
+            slot.layout = self.shard_layout(slot)
+            # .to: an integer dtype has no nan, but gets some number. Expanded it takes no memory.
+            nan = torch.full((), math.nan, device=self.device).to(self.param_dtype)
+            self.nans.append(nan.expand(slot.shape))
 
     # ---- which elements are this rank's
 
@@ -219,7 +221,7 @@ class ShardedBucket(Bucket):
 
     def shard_view(self, slot, buffer):
         """This rank's part of a parameter, as a view of buffer, this rank's chunk, (S,)."""
-        shape, strides, start = self.shard_layouts[slot]
+        shape, strides, start = slot.layout
         return buffer.as_strided(shape, strides, buffer.storage_offset() + start)
 
     # ---- parameters
@@ -256,11 +258,11 @@ class ShardedBucket(Bucket):
         """Move the `.grad` of slots' parameters into their places in `gradients`, and set them to
         None, so that their memory is freed. (The mean will have another place.) Where a slot is in
         `unreduced`, no_sync() has left a sum, to which `.grad` is added."""
-        held = [slot for slot in slots if slot in self.unreduced]
+        begun = [slot for slot in slots if slot in self.unreduced]
         new = [slot for slot in slots if slot not in self.unreduced]
-        if held:
-            gradients = [slot.parameter.grad for slot in held]
-            torch._foreach_add_(self.places_of_gradients(held), gradients)
+        if begun:
+            gradients = [slot.parameter.grad for slot in begun]
+            torch._foreach_add_(self.places_of_gradients(begun), gradients)
         if new:
             gradients = [slot.parameter.grad for slot in new]
             torch._foreach_copy_(self.places_of_gradients(new), gradients)
@@ -284,6 +286,11 @@ class ShardedBucket(Bucket):
             if slot.shard.grad is not None:
                 return False
         return True
+
+    def free_means(self):
+        """Until they come again, if zero_grad() has dropped them."""
+        if self.has_no_means():
+            self.sharded_gradients = None
 
     # ---- construction and loading
 
@@ -537,13 +544,6 @@ class PlainZero1(Stage):
         """Whole gradients are kept, so the means of the own chunk are a part of them."""
         bucket.sharded_gradients = bucket.own_chunk(bucket.gradients)
 
-    def _free_means(self):
-        """For stages in which they have memory of their own: what zero_grad() has dropped takes
-        none in the forward, where activations need it."""
-        for bucket in self._buckets:
-            if bucket.has_no_means():
-                bucket.sharded_gradients = None
-
     # ---- forward: gather what the optimizer has changed
 
     def _begin_forward(self, units):
@@ -661,6 +661,12 @@ class PlainZero2(PlainZero1):
     def _begin_forward(self, units):
         self._free_means()
         super()._begin_forward(units)
+
+    def _free_means(self):
+        """What zero_grad() has dropped takes no memory in the forward, where activations need it.
+        """
+        for bucket in self._buckets:
+            bucket.free_means()
 
     def _check_means(self):
         """Means have memory of their own."""
@@ -882,7 +888,8 @@ class UnevenForwards(UnevenRanks):
 
     So hooks are on all modules with parameters, and a forward begins with the first of them.
 
-        _in_forward   [(module, its unit)] of forwards under way, the innermost last
+        _in_forward   [(module, its unit)] of forwards under way, the innermost last; without
+                      submodules that are called in the forward of their unit
         _gathers_all  whether the next forward gathers all units: `_begin_forward`
     """
 
@@ -894,27 +901,40 @@ class UnevenForwards(UnevenRanks):
         self._in_forward = []
         super()._add_hooks()
         for unit in self._units:
-            before, after = weakly(self._pre_part, unit), weakly(self._post_part, unit)
+            before = weakly(self._pre_submodule, unit)
+            after = weakly(self._post_submodule, unit)
             for m in unit.submodules:
                 if m is not unit.module and m._parameters:
                     self._hook_forward(m, unless_compiling(before), unless_compiling(after))
 
     # ---- forward
 
-    def _pre_part(self, unit, module, inputs, kwargs):
-        """Hook of a submodule. In its unit's forward nothing is to be done."""
-        if not self._is_in_forward_of(unit, module):
+    def _pre_submodule(self, unit, module, inputs, kwargs):
+        """In its unit's forward a submodule has what it needs, and this does nothing."""
+        if not self._has_what_it_needs(unit, module):
             self._pre_forward(unit, module, inputs, kwargs)
 
-    def _is_in_forward_of(self, unit, part):
+    def _has_what_it_needs(self, unit, submodule):
+        """Whether that is called in unit's forward, and unit is whole: a backward in this forward
+        may have freed it."""
         if not self._in_forward:
             return False
         module, unit_around = self._in_forward[-1]
-        return unit_around is unit and module is not part  # it may call itself
+        is_inside = unit_around is unit and module is not submodule  # which may call itself
+        return is_inside and self._is_whole(unit)
 
-    def _post_part(self, unit, module, *_):
-        if self._in_forward and self._in_forward[-1][0] is module:
+    def _is_whole(self, unit):  # a joint
+        return unit.is_current and not unit.gathers
+
+    def _post_submodule(self, unit, module, *_):
+        """The unit around may have been freed meanwhile: unshard it again."""
+        if not self._in_forward:
+            return
+        innermost, unit_around = self._in_forward[-1]
+        if innermost is module:
             self._post_forward(unit, module)
+        elif not self._is_whole(unit_around):
+            self._use(unit_around)
 
     def forward(self, *inputs, **kwargs):
         if not in_backward():
@@ -1149,7 +1169,7 @@ class UnevenOrder(UnevenForwards):
         if not self._in_forward:
             super()._reshard_all()
 
-    # ---- notes are taken anew inside of each module: a checkpoint must not keep a weight
+    # ---- notes are taken anew inside of a checkpoint, too: it must not keep a weight
 
     def _pre_forward(self, unit, module, inputs, kwargs):
         self._note_contexts.append(self._take_notes())
@@ -1167,9 +1187,9 @@ class UnevenOrder(UnevenForwards):
             _, unit_around = self._in_forward[-1]
             self._use(unit_around)
 
-    def _is_in_forward_of(self, unit, part):
-        """Inside of a checkpoint, whose hooks are on top, there is something to be done."""
-        if not super()._is_in_forward_of(unit, part):
+    def _has_what_it_needs(self, unit, submodule):
+        """Inside of a checkpoint, whose hooks are on top, notes have to be taken anew."""
+        if not super()._has_what_it_needs(unit, submodule):
             return False
         return not torch.is_grad_enabled() or self._takes_notes(top_saved_tensors_hooks())
 
@@ -1302,9 +1322,11 @@ class OtherMemory:
             bucket.sharded_gradients = self._new_chunk(bucket)
 
     def _begin_forward(self, units):
-        """In stage 1, too, means have memory of their own then, which can be freed."""
+        """In stage 1, too, means may have memory of their own, which can be freed as in stage 2."""
         if self._offloads or self.reduce_dtype is not None:
-            self._free_means()
+            for bucket in self._buckets:
+                if not is_in_memory_of(bucket.sharded_gradients, bucket.gradients):
+                    bucket.free_means()
         super()._begin_forward(units)
 
     def _earlier(self, bucket):

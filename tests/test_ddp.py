@@ -296,3 +296,54 @@ def test_clipping_is_as_promised():
     t = torch.tensor([0.1, 0.2])
     norm = ddp.clip_gradients_([t] if dist.get_rank() == 0 else [], 1, dist.group.WORLD)
     assert abs(norm - t.double().norm()) < 1e-12, "not the norm of all ranks in float64"
+
+
+class PartlyUsed(nn.Module):
+    """Eight layers, and one that is registered last and never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+        self.never = nn.Linear(1, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_unused_parameters_hold_no_gradient_back(is_synced):
+    """In no_sync(), too, gradients wait only for what the backward will bring: beside those in
+    buckets the memory of a bucket, not of all."""
+    before = live_bytes()
+    model = DDP(PartlyUsed(), bucket_cap_mb=0.017, find_unused_parameters=True)
+    x = torch.ones(1, 64)
+    bytes_at_end = []
+
+    def note(gradient):
+        bytes_at_end.append(live_bytes() - before)
+
+    def watch(module, inputs, output):
+        output.register_hook(note)
+
+    model.module.layers[0].register_forward_hook(watch)
+    for _ in range(2):
+        with nullcontext() if is_synced else model.no_sync():
+            model(x).sum().backward()
+        model.zero_grad()
+    layer = 4 * 64 * 64
+    most = (2 * 8 + 2) * layer  # parameters, buckets, gradients that wait
+    assert max(bytes_at_end) <= most, f"{max(bytes_at_end) / layer:.2f} layers"
+
+
+@pytest.mark.ranks(1)
+def test_scripted_modules_are_wrapped():
+    """They keep their parameters in C++, and hand them out by attributes alone."""
+    x = torch.ones(2, 4)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    expected = torch.autograd.grad(net(x).sum(), net[0].weight)[0]
+    model = DDP(torch.jit.trace(net, x))
+    model(x).sum().backward()
+    assert torch.equal(net[0].weight.grad, expected)

@@ -592,3 +592,114 @@ def test_buffers_given_back_are_read(stage):
             for shard in model.parameters():
                 shard.zero_()
             same_bits({"output": module(x, n_units)}, {"output": found}, f"rank {ahead} is ahead")
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_is_put_back(stage, reduce_dtype):
+    """A script may take a gradient away before a forward, and put it back before the backward: it
+    is added to, although its memory was free to go in between."""
+    model = STAGES[stage](nn.Linear(4, 1, bias=False), reduce_dtype=reduce_dtype)
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    kept = {p: p.grad for p in model.parameters()}
+    model.zero_grad()
+    loss = model(10 * x).sum()
+    for p, gradient in kept.items():
+        p.grad = gradient
+    loss.backward()
+    for p in model.parameters():
+        found = p.grad.as_subclass(torch.Tensor)
+        assert torch.equal(found, torch.full_like(found, 11)), found
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_mark_goes_with_what_it_stands_for(stage):
+    """While no_sync() holds a gradient back `.grad` is a mark of its size. zero_grad() drops both.
+    """
+    model = STAGES[stage](nn.Linear(300, 300, bias=False))
+    x = torch.ones(1, 300)
+    before = live_bytes()
+    model(x).sum().backward()
+    model.zero_grad()
+    plain = live_bytes() - before
+    with model.no_sync():
+        model(x).sum().backward()
+    model.zero_grad()
+    model(x).sum().backward()
+    model.zero_grad()
+    assert live_bytes() - before <= plain + 1024
+
+
+def slope_of(function, x):
+    z = x.detach().requires_grad_()
+    slope, = torch.autograd.grad(function(z).square().sum(), z)
+    return slope
+
+
+class Slope(nn.Linear):
+    def forward(self, x):
+        return slope_of(super().forward, x)
+
+
+class Relaxed(nn.Module):
+    """A block whose forward goes back: it moves its input down a slope, which it computes itself,
+    or one of its submodules. Then it uses another submodule, or a parameter of its own."""
+
+    def __init__(self, is_inside):
+        super().__init__()
+        self.energy, self.slope = nn.Linear(4, 4), Slope(4, 4)
+        self.out, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.is_inside = is_inside
+
+    def forward(self, x):
+        if self.is_inside:
+            return (x - 0.1 * self.slope(x)) * self.scale
+        return self.out(x - 0.1 * slope_of(self.energy, x)).tanh()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_may_go_back(stage, is_inside):
+    """A backward in the forward of a block frees it in stage 3, and what comes next has it again.
+    """
+    torch.manual_seed(0)
+    net = nn.Module()
+    net.blocks = nn.ModuleList(Relaxed(is_inside) for _ in range(3))
+    net.forward = lambda x: reduce(lambda x, block: block(x), net.blocks, x)
+    alone = copy.deepcopy(net.blocks)
+    x = torch.randn(3, 4)
+    model = STAGES[stage](net)
+    for _ in range(2):
+        reduce(lambda x, block: block(x), alone, x).square().sum().backward()
+        model(x).square().sum().backward()
+        for p, slot in zip(alone.parameters(), model._slots.values()):
+            found = slot.shard.grad
+            if p.grad is None:
+                assert found is None, slot.fqn
+            else:
+                expected = slot.bucket.part_of(slot, p.grad)
+                assert torch.equal(found.as_subclass(torch.Tensor), expected), slot.fqn
+        alone.zero_grad()
+        model.zero_grad()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_hook_may_ask_for_whole_values(stage):
+    """As where it logs norms, in the midst of a forward."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = STAGES[stage](net)
+    asked = []
+
+    def ask(*_):
+        asked.append(dict(model.full_parameters()))
+
+    net[0].register_forward_hook(ask)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+    assert len(asked) == 2
