@@ -186,10 +186,8 @@ class Bucket:
         return self.views([slot], buffer)[0]
 
     def places_of_gradients(self, slots):
-        """[the part of `gradients` that is a parameter's, in its shape]. `.data` gives each its own
-        _version: views of one buffer share theirs, and autograd would take a write to one for a
-        write to all."""
-        return [view.data for view in self.views(slots, self.gradients)]
+        """[the part of `gradients` that is a parameter's, in its shape]."""
+        return self.views(slots, self.gradients)
 
     def put(self, slots):
         """Write the `.grad` of slots' parameters to their places in `gradients`, and let each
@@ -206,7 +204,9 @@ class Bucket:
             places = self.places_of_gradients(new)
             torch._foreach_copy_(places, [slot.parameter.grad for slot in new])
             for slot, place in zip(new, places):
-                slot.parameter.grad = place  # frees what autograd has made
+                # Frees what autograd has made. `.data` has its own _version: views of one buffer
+                # share theirs, and autograd would take a write to one for a write to all.
+                slot.parameter.grad = place.data
         self.unreduced.update(slots)
 
 
@@ -509,7 +509,7 @@ class Reducer(Wrapper):
     # ---- construction
 
     def _track(self, buckets, frozen=()):
-        """From now on move gradients into buckets. frozen: those of parameters without any."""
+        """From now on watch for gradients. frozen: buckets of parameters without any."""
         self._buckets = buckets
         slots = {}
         for bucket in (*buckets, *frozen):
@@ -824,7 +824,8 @@ class UnevenRanks:
         if self.shard_group is None:
             for slot in slots:
                 if slot.parameter.grad is None:
-                    slot.parameter.grad, = slot.bucket.places_of_gradients([slot])
+                    place, = slot.bucket.places_of_gradients([slot])
+                    slot.parameter.grad = place.data  # as in `Bucket.put`
 
     def _count_ranks_that_used(self):
         """[on how many ranks each parameter was used]; costs an all-reduce of a number for each,

@@ -277,7 +277,7 @@ class ShardedBucket(Bucket):
 
     def place_of_mean(self, slot):
         """The part of `sharded_gradients` that is a parameter's, shaped as its shard. `.data` as in
-        `Bucket`."""
+        `Bucket.put`."""
         return self.shard_view(slot, self.sharded_gradients).data
 
     def has_no_means(self):
