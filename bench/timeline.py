@@ -13,8 +13,7 @@ trace_rank0.json and so on, of processes on one machine, whose clock they share.
 A range is named "kind: what". ddp.py and zero.py name the start of each collective and each wait
 for it. `run` adds forward and backward of each block; and after each module's forward, where a
 gradient arrives, and before the step an empty range "bytes: [parameters, gradients, optimizer
-state]", in bytes a parameter. Memory of collectives, and of a gradient that is not in its bucket
-yet, does not count.
+state]", in bytes a parameter. Memory of collectives does not count.
 """
 
 import dataclasses
@@ -49,10 +48,14 @@ def n_bytes(tensors):
 
 def held_bytes(model, optimizer):
     """What this rank holds now, in bytes a parameter: [parameters, gradients, optimizer state]."""
+    import torch
+
     whole = list(model.module.parameters())
     # In the stages the wrapper's parameters are shards, in DDP the module's own.
     parameters = whole + list(model.parameters())
-    gradients = []
+    with torch._C.DisableTorchFunctionSubclass():  # or guards would hand out the shards'
+        # In DDP in a bucket; otherwise it waits for the rest of its bucket's.
+        gradients = [p.grad for p in whole if p.grad is not None]
     for bucket in model._buckets:
         for name in ("gradients", "sharded_gradients"):
             buffer = getattr(bucket, name, None)
