@@ -20,9 +20,11 @@ import sys
 
 import numpy as np
 
-from timeline import WHOLE
+# Run by itself, this file stands first in the path, and not the project.
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from bench.timeline import WHOLE
+
 # What does the same in torch.
 COUNTERPARTS = {"naive": "torch-ddp", "ddp": "torch-ddp", "zero1": "torch-zero1",
                 "zero2": "torch-fsdp-kept", "zero3": "torch-fsdp", "deepspeed1": "torch-zero1",
@@ -50,7 +52,6 @@ def print_accelerator():
 
 def check_flags(flags, rows):
     """End with a line of train.py's if it does not know these flags, or those of a row."""
-    sys.path.insert(0, str(ROOT))
     from trainer.flags import parse_args
 
     train = importlib.import_module("train")
