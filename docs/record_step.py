@@ -333,6 +333,9 @@ class Recorder:
         """An event."""
         if self.model is None:
             return
+        # What comes at the address of what is gone is something else.
+        there = self.places()
+        self.kinds = {address: self.kinds[address] for address in self.kinds if address in there}
         changed = {}
         memory = {}  # {where: bytes}
         for row, unit, slot, parts in self.parts():
