@@ -655,7 +655,8 @@ class RebuiltBuckets:
         if after == before:
             return
         for bucket in self._buckets:
-            bucket.gradients = None  # the memory goes with the last `.grad` that is moved
+            # The memory goes with the last `.grad` that is moved.
+            bucket.gradients, bucket.reduction = None, None
         self._buckets = []
         for some in parameters:
             bucket = Bucket([self._slots[p] for p in some])  # hooks know these slots

@@ -297,23 +297,31 @@ def test_what_agreeing_costs(wrapper):
 @pytest.mark.ranks(2)
 def test_ddp_frees_old_buckets():
     """When new ones are filled gradients take the bytes of the parameters, and each is the object
-    that it was."""
+    that it was. Meanwhile old memory goes as it is left: both are never there at once."""
     before = live_bytes()
     model = DDP(Shared(LATE), bucket_cap_mb=SMALL)
     n_buckets = len(model._buckets)
     objects = []
+    bytes_meanwhile = []
     learn_order = model._learn_order
+    provide_memory = model._provide_memory_of_gradients
 
     def note(came):
         objects.extend(p.grad for p in model.parameters())
         learn_order(came)
 
-    with mock.patch.object(model, "_learn_order", note):
+    def note_memory(bucket):
+        provide_memory(bucket)
+        bytes_meanwhile.append(live_bytes() - before)
+
+    with (mock.patch.object(model, "_learn_order", note),
+          mock.patch.object(model, "_provide_memory_of_gradients", note_memory)):
         model(IDX).backward()
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), objects))
     n_bytes = sum(p.nbytes for p in model.parameters())
     padding = 2 * 16 * n_buckets  # to equal chunks of 16 bytes each
     assert live_bytes() - before <= 2 * n_bytes + padding + 512
+    assert max(bytes_meanwhile) < 2.75 * n_bytes, f"{max(bytes_meanwhile) / n_bytes:.2f}"
 
 
 @pytest.mark.ranks(2)
