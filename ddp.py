@@ -410,8 +410,8 @@ class Reducer(Wrapper):
 
     def _mark_param_ready(self, slot, p):
         """Hook of p, the slot's parameter: autograd has added to `p.grad` all that this backward
-        adds. With the last one of a bucket launch the buckets that are ready. If this bucket has to
-        wait, or is in no_sync(), its gradients need not."""
+        adds. With the last one of a bucket launch the buckets that are ready. If this one may not
+        go yet, fill it all the same: outside of it its gradients would take memory twice."""
         to_come = self._backward.to_come[slot.bucket]
         to_come.discard(slot)
         self._backward.came[slot] = None
@@ -775,8 +775,9 @@ class UnevenRanks:
         super()._put(bucket, with_gradient)
 
     def _put_zeros(self, slots):
-        """For want of a gradient, unless no_sync() has held one back. One that autograd has left
-        undefined still counts as used when find_unused_parameters=False, as in torch's DDP."""
+        """Zeros where a gradient is missing, unless no_sync() has left one there. If autograd has
+        left it undefined, the parameter still counts as used when find_unused_parameters=False, as
+        in torch's DDP."""
         bucket = slots[0].bucket
         for slot, place in zip(slots, bucket.places_of_gradients(slots)):
             if slot not in bucket.unreduced:
@@ -1231,8 +1232,8 @@ def start_all_reduce(flat: torch.Tensor, process_group: Group = None, tag: int =
 
 
 def rank_and_size(process_group):
-    """(this rank's number in a group, W). Asked of the group itself, as torch's functions take 5 us
-    to find out which one is meant."""
+    """(this rank's number in a group, W). Asked of the group itself, as torch's functions make many
+    calls to find out which one is meant."""
     group = process_group or dist.group.WORLD
     return group.rank(), group.size()
 

@@ -111,7 +111,7 @@ class Guards:
 
     def _guard_parameters(self):
         """Each trained parameter has one hook, which is ours. Takes 1 us per parameter."""
-        with torch._C.DisableTorchFunctionSubclass():  # to be asked, Absent takes 5 us
+        with torch._C.DisableTorchFunctionSubclass():  # else an Absent answers by Python
             self._guard_each_parameter()
 
     def _guard_each_parameter(self):
@@ -629,7 +629,7 @@ class ShardGuards(Guards):
         """After it unit's parameters may be read."""
         is_to_be_shown = unit in self._guard_hidden and unit.is_current
         if not is_to_be_shown and not unit.gathers:
-            return  # as the stage's
+            return  # there is nothing to wait for, and nothing to show
         if is_to_be_shown:
             for p in unit.parameters:
                 p.__class__ = p._watch.kind
@@ -679,7 +679,7 @@ class ShardGuards(Guards):
     # ---- shards
 
     def _check_shards(self):
-        with torch._C.DisableTorchFunctionSubclass():  # to be asked, Absent takes 5 us
+        with torch._C.DisableTorchFunctionSubclass():  # else an Absent answers by Python
             for p, slot in self._slots.items():
                 shard = slot.shard
                 if p.requires_grad != shard.requires_grad:  # a script has frozen or unfrozen it
