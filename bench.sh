@@ -14,7 +14,7 @@
 #     ./bench.sh overhead         what each wrapper adds to a step, in kernels, calls, CPU time:
 #                                 2 minutes
 #     ./bench.sh gpu              all that an accelerator has to show, equal bits, speed, overlap,
-#                                 CPU time: 4 minutes on two simulated devices
+#                                 CPU time: some minutes on two simulated devices
 #     ./bench.sh timeline 1gbit   pictures of a step in time, in assets/, over such a link; without
 #                                 a rate over loopback (matplotlib): 5 minutes
 #
