@@ -982,7 +982,7 @@ class TorchOptions:
         super()._give_means(slots)
         self._has_averaged = True
 
-    # ---- comm hooks; trainer/comm_hooks.py has some
+    # ---- comm hooks; extras/comm_hooks.py has some
 
     def register_comm_hook(self, state: object, hook: Callable) -> None:
         """From now on hook(state, bucket) -> Future reduces each bucket, and divides by W.
@@ -1086,7 +1086,7 @@ def text_of(*what):
 
 
 # -------------------------------------------------------------------------------------------------
-# what comm hooks need, and hybrid sharding; trainer/comm_hooks.py has some hooks
+# what comm hooks need, and hybrid sharding; extras/comm_hooks.py has some hooks
 
 
 class GradBucket:

@@ -13,7 +13,7 @@
 
 Replaces a trainer framework by one loop. The options come first, then `main`, the loop in `train`,
 and `train_step`; then what these call: preparing a run, model and modes, the optimizer, evaluation
-and the end of a run. The rest is in trainer/. The modes differ in `wrap`, which calls what makes
+and the end of a run. The rest is in extras/. The modes differ in `wrap`, which calls what makes
 them, and in `set_is_last_micro_step`; `naive` averages in `train_step`. One process is a process
 group of one rank, so no line asks whether there is a group.
 
@@ -50,7 +50,7 @@ import signal
 import sys
 import time
 
-import trainer  # noqa: F401  first: it notes who has started this process
+import extras  # noqa: F401  first: it notes who has started this process
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -63,17 +63,17 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ddp import DDP, HierarchicalState, clip_gradients_, total_norm
 from model import GPT, GPTConfig, PRESETS
 from oracle import average_gradients
-from trainer.checkpoint import (checkpoint_tensors, claim, flags_to_save, is_ours, release, resume,
+from checkpoint import (checkpoint_tensors, claim, flags_to_save, is_ours, release, resume,
                                 save_checkpoint, say_contents, touch)
-from trainer.comm_hooks import TopKState, hierarchical_hook, top_k_hook
-from trainer.data import (VOCAB_SIZES, accumulation_steps, block_order, count_blocks,
+from extras.comm_hooks import TopKState, hierarchical_hook, top_k_hook
+from data import (VOCAB_SIZES, accumulation_steps, block_order, count_blocks,
                           encode_prompt, fingerprint, global_batch, is_tokenized, load_tokenizer,
                           load_tokens, read_blocks)
-from trainer.flags import DTYPES, FSDP, SIZES, check, parse_args
-from trainer.llama import export, read_llama_config, read_llama_weights
-from trainer.log import (finite, introduce, over_ranks, peak_flops, peak_mem_bytes, print_step,
+from extras.flags import DTYPES, FSDP, SIZES, check, parse_args
+from extras.llama import export, read_llama_config, read_llama_weights
+from extras.log import (finite, introduce, over_ranks, peak_flops, peak_mem_bytes, print_step,
                          start_trackers)
-from trainer.ranks import (Stop, check_ranks_agree, choose_device, from_rank_0, gather, local,
+from extras.ranks import (Stop, check_ranks_agree, choose_device, from_rank_0, gather, local,
                            named_shards, on_rank_0, ranks_on_device, run, say, say_sharing,
                            start_process_group, together)
 from zero import Zero1, Zero2, Zero3
@@ -84,7 +84,7 @@ from zero import Zero1, Zero2, Zero3
 @dataclasses.dataclass
 class Config:
     """Each field is a flag, its comment the text of --help, and the line above a group its title.
-    What values are possible is in the tables of trainer/flags.py."""
+    What values are possible is in the tables of extras/flags.py."""
     # run
     mode: str | None = None  # who averages gradients: README's table [single; under torchrun ddp]
     max_steps: int = 800  # optimizer steps in all, also those before a resume

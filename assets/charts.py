@@ -30,7 +30,7 @@ OURS = "#7a62b8"
 TORCHS = "#bf4f86"
 DEEPSPEEDS = "#2a9d9d"
 # Each imports only some of those before it.
-FILES = ("oracle.py", "model.py", "guards.py", "ddp.py", "zero.py", "trainer/", "train.py",
+FILES = ("oracle.py", "model.py", "guards.py", "ddp.py", "zero.py", "extras/", "train.py",
          "verify.py", "tests/")
 IDEA = ("oracle.py", "ddp.py", "zero.py")
 STILL = "mode=zero3&ranks=2&event=start-unshard-blocks.1-again&still=1"

@@ -64,10 +64,10 @@ def main():
     import torch
     import torch.distributed as dist
 
-    from trainer.data import global_batch, read_blocks
-    from trainer.log import peak_mem_bytes
-    from trainer.ranks import choose_device, start_process_group
-    from trainer.flags import check, parse_args
+    from data import global_batch, read_blocks
+    from extras.log import peak_mem_bytes
+    from extras.ranks import choose_device, start_process_group
+    from extras.flags import check, parse_args
 
     train = importlib.import_module("train")
 

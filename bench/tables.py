@@ -52,7 +52,7 @@ def print_accelerator():
 
 def check_flags(flags, rows):
     """End with a line of train.py's if it does not know these flags, or those of a row."""
-    from trainer.flags import parse_args
+    from extras.flags import parse_args
 
     train = importlib.import_module("train")
     parse_args(train.Config, train.__doc__, flags)

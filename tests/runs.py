@@ -64,7 +64,7 @@ def execute(argv, folder, environment, plant):
 
 def run_alone(folder, file):
     """Plant a run of another file, in a folder from which nothing of ours can be imported."""
-    ours = (ROOT, ROOT / "tests", ROOT / "trainer")
+    ours = (ROOT, ROOT / "tests", ROOT / "extras")
     for name, module in list(sys.modules.items()):
         if pathlib.Path(getattr(module, "__file__", None) or "").parent in ours:
             del sys.modules[name]

@@ -20,8 +20,8 @@ from tests.params import ROOT
 from tests.runs import (ask, finish, flags, lines_of, refused, saved, start_again, this_rank,
                         write_line)
 from tests.wrappers import adafactor
-from trainer.checkpoint import checkpoint_tensors, load
-from trainer.ranks import Stop
+from checkpoint import checkpoint_tensors, load
+from extras.ranks import Stop
 from verify import fresh, same_bits, uncut, zoo_loss
 from zero import Zero2
 

@@ -1,4 +1,4 @@
-"""trainer/comm_hooks.py."""
+"""extras/comm_hooks.py."""
 
 import math
 from collections import Counter
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ddp import DDP
 from oracle import average_gradients
 from tests.wrappers import WRAPPERS
-from trainer.comm_hooks import top_k_hook, TopKState
+from extras.comm_hooks import top_k_hook, TopKState
 from verify import compare, distributed, fresh, gather, same_bits, zoo_loss
 
 

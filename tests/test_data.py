@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.runs import ask, finish, lines_of, write_line
-from trainer.data import global_batch, some_of
+from data import global_batch, some_of
 
 
 def log_samples(folder):

@@ -15,7 +15,7 @@ import oracle
 import train
 from tests.common import raises
 from tests.runs import finish, in_update, run_train, this_rank
-from trainer import ranks
+from extras import ranks
 
 
 @contextmanager

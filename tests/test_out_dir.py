@@ -23,7 +23,8 @@ from tests.runs import (FORK, ask, finish, flags, in_update, lines_of, refused, 
 from tests.test_checkpoint import contents, view_of
 from tests.test_faults import freeze
 from tests.test_runs import under_torchrun
-from trainer import checkpoint, ranks
+import checkpoint
+from extras import ranks
 
 
 def freeze_rank_0(folder):
@@ -288,12 +289,12 @@ def test_ranks_do_not_wait_for_an_agent_that_has_gone():
         address = listener.getsockname()
     with pytest.raises(ranks.Stop, match="torchrun has ended"):
         ranks.check_store(address)
-    with mock.patch("ctypes.CDLL"), mock.patch("trainer.PROCESS", os.getpid()):
-        with mock.patch("trainer.PARENT", os.getppid()):
+    with mock.patch("ctypes.CDLL"), mock.patch("extras.PROCESS", os.getpid()):
+        with mock.patch("extras.PARENT", os.getppid()):
             ranks.end_with_agent()
-        with mock.patch("trainer.PARENT", 0), pytest.raises(ranks.Stop, match="has ended"):
+        with mock.patch("extras.PARENT", 0), pytest.raises(ranks.Stop, match="has ended"):
             ranks.end_with_agent()
-    with mock.patch("ctypes.CDLL"), mock.patch("trainer.PROCESS", 0):
+    with mock.patch("ctypes.CDLL"), mock.patch("extras.PROCESS", 0):
         ranks.end_with_agent()  # forked by a program, which is the parent
 
 

@@ -21,7 +21,7 @@ import torch.nn as nn
 from ddp import DDP
 from tests.params import full, ROOT, slug
 from tests.runs import finish, run_alone, run_train
-from trainer.checkpoint import Slice
+from checkpoint import Slice
 from verify import gather, PROOF, rows_of, STAGES
 
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -98,7 +98,7 @@ def test_bench_makes_tables(tmp_path):
     sizes = ["--n_layer", "1", "--n_embd", "16", "--n_head", "1", "--block_size", "16"]
     for path in (*ROOT.glob("*.py"), ROOT / "bench.sh"):
         shutil.copy(path, tmp_path / path.name)
-    for path in ("assets", "bench", "trainer"):
+    for path in ("assets", "bench", "extras"):
         shutil.copytree(ROOT / path, tmp_path / path)
     bench = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
     done = bench(["./bench.sh", "bits", "--worlds", "2", "--modes", "zero2 zero3 torch-ddp",
@@ -332,7 +332,7 @@ def test_breaks_are_caught(file, old, new, seen, command, tmp_path):
     quoted: one that passes on broken code is worth nothing."""
     text = (ROOT / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} times {old}"
-    for pattern in ("*.py", "*.md", "*.sh", "*.toml", "docs/*", "trainer/*.py", "bench/*.py",
+    for pattern in ("*.py", "*.md", "*.sh", "*.toml", "docs/*", "extras/*.py", "bench/*.py",
                     "tests/*.py"):
         for path in ROOT.glob(pattern):
             copy = tmp_path / path.relative_to(ROOT)

@@ -15,8 +15,8 @@ import torch
 from tests.params import ROOT
 from tests.runs import finish, in_update, lines_of, refused, run_train, write_line
 from tests.test_flags import bare
-from trainer.log import scalars
-from trainer.ranks import one_line
+from extras.log import scalars
+from extras.ranks import one_line
 
 
 @pytest.mark.parametrize("hook", ["topk", "powersgd"])

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import verify
 from ddp import DDP, HierarchicalState
 from guards import Guards
-from trainer.comm_hooks import hierarchical_hook, top_k_hook, TopKState
+from extras.comm_hooks import hierarchical_hook, top_k_hook, TopKState
 from verify import adamw, BF16, our_ddp, STAGES, uncut
 from zero import Zero1, Zero2, Zero3
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from trainer.ranks import (Stop, count, from_rank_0, gather, local, named_shards, on_rank_0, say,
+from extras.ranks import (Stop, count, from_rank_0, gather, local, named_shards, on_rank_0, say,
                            together)
 
 RECORD, SUMS = "checkpoint.json", "SHA256SUMS"

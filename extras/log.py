@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ddp import in_backward
-from trainer.checkpoint import still_ours
-from trainer.ranks import gather, on_rank_0, say
+from checkpoint import still_ours
+from extras.ranks import gather, on_rank_0, say
 
 
 def introduce(gpt, n_tokens, config, device):

@@ -11,7 +11,7 @@ import pathlib
 import torch
 import torch.distributed as dist
 
-from trainer.ranks import on_rank_0
+from extras.ranks import on_rank_0
 
 # GPTConfig's names and Llama's.
 LLAMA_SIZES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_embd": "hidden_size",

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from model import PRESETS
-from trainer.checkpoint import newest_first, read_record, RECORD, SUMS
-from trainer.data import accumulation_steps
-from trainer.ranks import count, refuse
+from checkpoint import newest_first, read_record, RECORD, SUMS
+from data import accumulation_steps
+from extras.ranks import count, refuse
 
 STAGES = ("zero1", "zero2", "zero3")
 FSDP = ("torch-fsdp", "torch-fsdp-kept")  # kept: parameters stay whole after the forward

@@ -18,8 +18,8 @@ import tiktoken
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint import fsync
-from trainer.ranks import count, say
+from checkpoint import fsync
+from extras.ranks import count, say
 
 END_OF_TEXT = "<|endoftext|>"
 # Of tiktoken's encodings whose tokens have 16 bits: what is tokenized with one of them trains

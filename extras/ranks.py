@@ -30,7 +30,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
-import trainer
+import extras
 from oracle import kinds_of_devices, take_device
 
 AGENT_HAS_ENDED = "torchrun has ended"
@@ -115,8 +115,8 @@ def end_with_agent():
     if sys.platform == "linux":
         PR_SET_PDEATHSIG = 1  # of linux/prctl.h
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    is_forked = os.getpid() != trainer.PROCESS  # by a program that has imported this
-    if os.getppid() != trainer.PARENT and not is_forked:
+    is_forked = os.getpid() != extras.PROCESS  # by a program that has imported this
+    if os.getppid() != extras.PARENT and not is_forked:
         raise Stop(AGENT_HAS_ENDED)
 
 
