@@ -1,42 +1,53 @@
-"""Checkpoints: folders out_dir/step_00000100, each complete or not there at all.
+"""Checkpoints of any training loop: what a rank has, by name; and the folder of a run.
 
-Replaces torch.save on rank 0, and writes with torch.distributed.checkpoint.
+Replaces torch.save on rank 0. Copy this file by itself: it knows no other one.
 
-    __0_0.distcp ...  slices of parameters and of optimizer state, by name, a file per rank
-    .metadata         where each slice is: torch.distributed.checkpoint's pickle
-    checkpoint.json   what the loop knows beside tensors, and what must be the same in a resume
-    SHA256SUMS        of the other files, in the form of `sha256sum`
+    import torch.distributed.checkpoint as dcp
+    from checkpoint import sharded_state
 
-No rank holds more than it trains with. Any mode at any world size reads what another wrote, since
-a slice is saved with its place in the flat parameter, not with its rank. A folder is written
-inside the run's mark and renamed when everything in it is on disk, so a crash leaves the
-checkpoints before as they are.
+    dcp.save(sharded_state(model, optimizer), checkpoint_id="saved")
+    dcp.load(sharded_state(model, optimizer), checkpoint_id="saved")    # any mode, any world size
 
-Which run may write there is the subject of the last section, marks.
+No rank holds more than it trains with. A slice is saved with its place in the flat parameter, not
+with its rank. So whatever wraps a module, at any world size, reads what any other one wrote.
+
+The second part is about files alone, and has no collectives. In a run's folder there are
+
+    step_00000100       a checkpoint: complete, or not there at all
+        __0_0.distcp    slices of parameters and of optimizer state, a file or more per rank
+        .metadata       where each slice is: a pickle of torch.distributed.checkpoint
+        checkpoint.json what the loop knows beside tensors
+        SHA256SUMS      of the other files, in the form of `sha256sum`
+    best                a link to the best one
+    .lock               who writes here
+
+It takes four steps to write a checkpoint so that a crash leaves the ones before as they are:
+
+    unfinished = hidden(folder)
+    dcp.save(sharded_state(model, optimizer), checkpoint_id=unfinished)    # all ranks
+    if rank == 0:
+        publish(folder, record)
 """
 
 import contextlib
-import functools
+import fcntl
 import hashlib
+import inspect
 import json
-import math
 import os
 import pathlib
 import shutil
-import signal
 import socket
-import sys
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
-from extras.ranks import (Stop, count, from_rank_0, gather, local, named_shards, on_rank_0, say,
-                           together)
-
-RECORD, SUMS = "checkpoint.json", "SHA256SUMS"
-HASHED = (".distcp", ".metadata", RECORD)  # ends of the names of the files that SUMS has
+# -------------------------------------------------------------------------------------------------
+# what a rank has
 
 
 class Slice(torch.Tensor):
@@ -53,109 +64,175 @@ class Slice(torch.Tensor):
 
     def __create_chunk_list__(self):
         """Where the elements are that are here: dcp's for one dimension."""
-        if self.numel() == 0:
-            return []
         first, n = torch.Size([self.first]), torch.Size([self.numel()])
         return [dcp.metadata.ChunkStorageMetadata(first, n)]
 
     def __create_write_items__(self, key, _):
         """What dcp has to write of them."""
         properties = dcp.metadata.TensorProperties.create_from_tensor(self)
-        items = []
-        for chunk in self.__create_chunk_list__():
-            index = dcp.metadata.MetadataIndex(key, chunk.offsets)
-            data = dcp.planner.TensorWriteData(chunk, properties, self.size())
-            items.append(dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD,
-                                               tensor_data=data))
-        return items
+        [chunk] = self.__create_chunk_list__()
+        index = dcp.metadata.MetadataIndex(key, chunk.offsets)
+        data = dcp.planner.TensorWriteData(chunk, properties, self.size())
+        return [dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD, tensor_data=data)]
 
     def __get_tensor_shard__(self, index):
         """The memory that dcp reads from, and writes to."""
         return self.as_subclass(torch.Tensor)
 
 
-def flags_to_save(config):
-    """config for a checkpoint, from which a run may resume in another working folder."""
-    saved = dict(vars(config))
-    if config.dataset != "stdlib":
-        saved["dataset"] = os.path.abspath(config.dataset)
-    if config.init_from:
-        saved["init_from"] = os.path.abspath(config.init_from)
-    return saved
+def sharded_state(model: nn.Module,
+                  *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """{key: what this rank has of it}, of a model's parameters and of their optimizers' state, in
+    the memory that is trained: what is loaded into these tensors is loaded into the model.
 
+    model: one of our stages, a DDP, ours or torch's, what torch's fully_shard leaves, or a module
+    without any wrapper. Keys are made of the names that parameters have in the bare module, such as
+    `model.blocks.0.weight` and `exp_avg.blocks.0.weight`. State that an optimizer has not made yet
+    is made first, as it would begin. Learning rates, a loss scale and buffers are not in it.
 
-def checkpoint_tensors(model, optimizer, gpt, residual=None):
-    """{key: what this rank has of it}, sharing memory with what is trained: loading a checkpoint
-    writes into these tensors. Keys are names, so any mode finds what it needs. An empty shard is
-    left out, and so is its state: Adam's step counter stays 0 on a rank that owns nothing.
-
-    residual: {parameter: what this rank has not sent of its gradients}, of top-k; else None.
+    Raises ValueError where an optimizer has parameters that are none of the model's, and where
+    state cannot be divided as its parameter is.
     """
-    tensors = {}
-    starts = model.shard_starts()
-    sizes = {name: p.numel() for name, p in gpt.named_parameters()}
-    for name, p in named_shards(model):
+    state_of = {}  # {parameter: {kind: value}}
+    for optimizer in optimizers:
+        # Torch's ZeroRedundancyOptimizer has another one inside, over what this rank updates.
+        optimizer = getattr(optimizer, "optim", optimizer)
+        make_missing_state(optimizer)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state_of[p] = optimizer.state.get(p, {})
+    found = {}
+    for name, p, first, whole in parts(model):
+        values = {"model": p, **state_of.pop(p, {})}
         n = local(p).numel()
         if n == 0:
-            continue
-        for kind, t in dict(optimizer.state[p], model=p).items():
-            if kind != "step":
-                t = local(t).detach()
-                # In order of memory, in which shards are cut.
-                t = t.as_strided((t.numel(),), (1,)).as_subclass(Slice)
-                t.first = starts[name]
-                t.whole = sizes[name]
-                if n == sizes[name]:  # then state may have another shape, as Adafactor's has
-                    t.whole = t.numel()
-            tensors[f"{kind}.{name}"] = t
-        if residual is not None:
-            unsent = residual.setdefault(p, torch.zeros_like(p))
-            tensors[f"residual.{dist.get_rank()}.{name}"] = unsent
-    return tensors
+            continue  # so Adam's step of a rank that owns nothing, which stays 0, is left out
+        for kind, t in values.items():
+            if t is None:
+                continue
+            if not isinstance(t, torch.Tensor):
+                raise ValueError(f"{kind} of {name} is {t!r}: a checkpoint takes tensors alone")
+            t = in_order_of_memory(local(t), f"{kind} of {name}").as_subclass(Slice)
+            is_like_p = values[kind].dim() == p.dim() and t.numel() == n
+            if is_like_p:
+                t.first, t.whole = first, whole
+            elif n == whole or t.numel() == 1:  # a count of steps, or Adafactor's rows
+                t.first, t.whole = 0, t.numel()
+            else:
+                raise ValueError(f"{kind} of {name} cannot be divided among ranks: its shape is "
+                                 f"{[*values[kind].shape]}, and that of the shard {[*p.shape]}")
+            found[f"{kind}.{name}"] = t
+    if state_of:
+        raise ValueError(f"{len(state_of)} parameters of the optimizer are none of the model's: "
+                         "make it after the model was wrapped, of model.parameters()")
+    return found
 
 
-def name_of(step):
-    return f"step_{step:08d}"
+def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
+    """Yield (name, what this rank has of the parameter, the first element of it, how many elements
+    the whole has), of all parameters of a model."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
+    is_wrapped = is_torchs or hasattr(model, "full_parameters")  # which all of ours have
+    bare = dict((model.module if is_wrapped else model).named_parameters())
+    shards = dict(model.named_parameters())
+    starts = model.shard_starts() if hasattr(model, "shard_starts") else {}
+    prefix = "" if shards.keys() == bare.keys() else "module."  # of DDP, torch's and ours
+    for bare_name, whole in bare.items():
+        p = shards[prefix + bare_name]
+        first = starts.get(bare_name, 0)
+        if "_fsdp_wrapped_module" in bare_name:
+            raise ValueError("FullyShardedDataParallel has no parameters by name: take fully_shard")
+        if isinstance(p, dist.tensor.DTensor) and local(p).numel() > 0:
+            [chunk] = p.__create_chunk_list__()
+            if chunk.sizes[1:] != p.shape[1:]:
+                raise ValueError(f"{bare_name} is divided by another dimension than the first")
+            first = sum(offset * stride for offset, stride in zip(chunk.offsets, p.stride()))
+        name = bare_name.replace("_orig_mod.", "")
+        order = [d for d in by_stride(whole) if whole.size(d) > 1]
+        if order != sorted(order):  # as channels_last: what is flat has another order
+            name += f", dimensions in order {order}"
+        yield name, p, first, whole.numel()
 
 
-def newest_first(out_dir):
+def by_stride(t):
+    """Its dimensions, the one with the longest stride first."""
+    return sorted(range(t.dim()), key=t.stride, reverse=True)
+
+
+def in_order_of_memory(t, name):
+    """All elements of t, (n,), in the memory that they have: in this order shards are cut."""
+    try:
+        return t.detach().permute(by_stride(t)).view(-1)
+    except RuntimeError as error:
+        raise ValueError(f"{name} has gaps in its memory: strides {t.stride()} of shape "
+                         f"{[*t.shape]}") from error
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that fully_shard divides; any other tensor as it is."""
+    return t.to_local() if isinstance(t, dist.tensor.DTensor) else t
+
+
+def make_missing_state(optimizer):
+    """Give each trained parameter without state, as before the first step, what it would begin
+    with: then a checkpoint has the same keys whenever it is written or read."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad and not optimizer.state.get(p):
+                try:
+                    optimizer.state[p] = state_before_first_step(type(optimizer), group, p)
+                except (TypeError, KeyError, RuntimeError) as error:
+                    raise ValueError(f"{type(optimizer).__name__} makes its state in its first "
+                                     f"step alone: step first ({error})") from error
+
+
+def state_before_first_step(kind, group, p):
+    """{name: value} that an optimizer of this kind begins with: that of a twin of p, of zeros."""
+    twin = nn.Parameter(torch.zeros_like(p.detach()))
+    twin.grad = torch.zeros_like(p.detach())
+    optimizer = kind([dict(group, params=[twin])], lr=group["lr"])
+    if hasattr(optimizer, "_init_group"):  # here torch's make it, before they change it in a step
+        n_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
+        optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(n_lists)))
+    if not optimizer.state[twin]:  # but for SGD, whose momentum begins with zeros
+        optimizer.step()
+        for t in optimizer.state[twin].values():
+            if isinstance(t, torch.Tensor):
+                t.zero_()
+    return optimizer.state[twin]
+
+
+# -------------------------------------------------------------------------------------------------
+# the folder of a run: each of these is for one process, such as rank 0
+
+RECORD, SUMS = "checkpoint.json", "SHA256SUMS"
+HASHED = (".distcp", ".metadata", RECORD)  # ends of the names of the files that SUMS has
+
+
+def checkpoint_of(out_dir: pathlib.Path, step: int) -> pathlib.Path:
+    return out_dir / f"step_{step:08d}"
+
+
+def hidden(folder: pathlib.Path) -> pathlib.Path:
+    """Where a checkpoint is until it is complete."""
+    return folder.with_name(f".{folder.name}")
+
+
+def newest_first(out_dir: pathlib.Path) -> list[pathlib.Path]:
     """The checkpoints in out_dir: the number of the step has eight digits."""
     return sorted(out_dir.glob("step_" + 8 * "[0-9]"), reverse=True)
 
 
-def sha256_line(path):
-    with open(path, "rb") as file:
-        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}"
-
-
-def names_of_files(folder):
-    """What SHA256SUMS has to have. What others have put there, such as .DS_Store, is left out."""
-    return sorted(path.name for path in folder.glob("*") if path.name.endswith(HASHED))
-
-
 def checksums(folder):
-    """The lines that SHA256SUMS has to have for what is in folder now. A collective: each rank
-    reads its share of the files. Raises Stop where one cannot be read."""
-    names = from_rank_0(on_rank_0(names_of_files, folder))
-    mine = names[dist.get_rank()::dist.get_world_size()]
-    lines = together(lambda: [sha256_line(folder / name) for name in mine])
-    return sorted(line for lines_of_rank in gather(lines) for line in lines_of_rank)
-
-
-def expected_checksums(folder):
-    """The lines of SHA256SUMS, none if there is no such file."""
-    path = folder / SUMS
-    return path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
-
-
-def read_record(folder):
-    """checkpoint.json of a checkpoint, None where it is damaged, unreadable or not there."""
-    try:
-        if sha256_line(folder / RECORD) in expected_checksums(folder):
-            return json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError):
-        pass
-    return None
+    """The lines that SHA256SUMS has to have. What others have put there, such as .DS_Store, is left
+    out."""
+    lines = []
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(HASHED):
+            with open(path, "rb") as file:
+                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}")
+    return lines
 
 
 def fsync(path):
@@ -165,58 +242,46 @@ def fsync(path):
     os.close(descriptor)
 
 
-def save_checkpoint(mark, tensors, record, metrics):
-    """Write out_dir/step_... -> whether that succeeded. If not, as on a full disk, it is said, and
-    the run continues: the next checkpoint may succeed. Raises Stop if the mark is gone. A
-    collective."""
-    on_rank_0(still_ours, mark)
-    folder = mark.parent / name_of(record["step"])
-    unfinished = mark / folder.name
-    try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(unfinished))
-        on_rank_0((unfinished / RECORD).write_text, json.dumps(record, indent=1))
-        on_rank_0((unfinished / SUMS).write_text, "\n".join(checksums(unfinished)))
-        on_rank_0(while_ours, publish, mark, unfinished, folder, metrics)
-    except (dcp.CheckpointException, Stop) as error:
-        # The last line, since dcp's error has the tracebacks of all ranks.
-        why = str(error).strip().splitlines()[-1]
-        if is_ours(mark):
-            why += " (is the disk full, or gone?)"
-        say(f"train.py: step {record['step']}: the checkpoint failed, earlier ones are as they "
-            f"were: {why}", sys.stderr)
-        # dcp may have made the folder of a mark anew that is gone.
-        on_rank_0(shutil.rmtree, unfinished if is_ours(mark) else mark, True)
-        return False
-    try:
-        on_rank_0(while_ours, tidy, mark, record["best_step"], record["config"]["keep_last"])
-    except Stop as error:
-        say(f"train.py: step {record['step']}: the checkpoint is there, but older ones are not "
-            f"tidied up: {error}", sys.stderr)
-    return True
-
-
-def publish(mark, unfinished, folder, metrics):
-    """Rank 0: dcp has put its files on disk. Do so with the rest, and with the metrics up to here,
-    which a run that resumes keeps; then the rename makes it count."""
-    metrics.sync()
+def publish(folder: pathlib.Path, record: dict) -> None:
+    """Let a checkpoint count that dcp.save has written to hidden(folder), and put on disk: add the
+    record, which is written as JSON, and checksums; the rename makes it appear. Raises OSError."""
+    unfinished = hidden(folder)
+    (unfinished / RECORD).write_text(json.dumps(record, indent=1))
+    (unfinished / SUMS).write_text("\n".join(checksums(unfinished)) + "\n")
     for path in (unfinished / RECORD, unfinished / SUMS, unfinished):
         fsync(path)
-    still_ours(mark)
     unfinished.rename(folder)
     fsync(folder.parent)
 
 
-def tidy(mark, best_step, keep_last):
-    """Rank 0: point `best` to the best checkpoint, if it is there. Remove those that are neither it
+def problem_of(folder: pathlib.Path) -> str | None:
+    """What is wrong with a checkpoint, None if all its files are as they were written. Ask it
+    before anything else is read: .metadata is a pickle."""
+    try:
+        if not (folder / SUMS).is_file():
+            return f"is no checkpoint, as it has no {SUMS}"
+        expected = (folder / SUMS).read_text("utf-8", "replace").splitlines()
+        found = checksums(folder)
+    except OSError as error:
+        return f"cannot be read: {error}"
+    wrong = {line.partition("  ")[2] for line in {*found} ^ {*expected}}
+    if wrong or not expected:
+        return f"does not match its {SUMS}: {', '.join(sorted(wrong))}"
+    return None
+
+
+def read_record(folder: pathlib.Path) -> dict:
+    return json.loads((folder / RECORD).read_text())
+
+
+def tidy(out_dir: pathlib.Path, best_step: int, keep_last: int) -> None:
+    """Point `best` to the checkpoint of best_step, if it is there. Remove those that are neither it
     nor among the keep_last newest ones."""
-    still_ours(mark)
-    out_dir = mark.parent
-    best = out_dir / name_of(best_step)
-    link = out_dir / "best"
+    best, link = checkpoint_of(out_dir, best_step), out_dir / "best"
     if link.is_dir() and not link.is_symlink():  # as in a copy that has followed the link
         link.rename(out_dir / time.strftime("earlier_best_%Y%m%d_%H%M%S"))
     if best.exists():  # there is no step 0, which means none
-        new = mark / "best"
+        new = hidden(link)
         new.unlink(missing_ok=True)
         new.symlink_to(best.name)
         new.replace(link)  # at once, so that there always is one
@@ -224,356 +289,124 @@ def tidy(mark, best_step, keep_last):
         link.unlink(missing_ok=True)
     for old in newest_first(out_dir)[keep_last:]:
         if old != best:
-            removed = old.rename(mark / f"{old.name}.removed")  # at once, whatever happens
-            shutil.rmtree(removed, ignore_errors=True)
+            # Hidden at once, whatever happens.
+            shutil.rmtree(old.rename(hidden(old)), ignore_errors=True)
 
 
-def newest_sound(folders):
-    """The first of folders whose files are as they were written, None if there are no folders.
-    Raises Stop, naming the files, if there is none such. A collective.
-
-    This comes before anything else is read: .metadata is a pickle.
+def rewind(out_dir: pathlib.Path, step: int, best_step: int) -> str | None:
+    """Bring out_dir to where it was after a step; 0 for a run that begins anew. What is newer, or
+    of an earlier run, moves to a folder of its own -> a line that says so, None if nothing moves.
     """
-    folders = from_rank_0(folders)  # a network disk may show other ranks an older view
-    for folder in folders:
-        try:
-            found = checksums(folder)
-            expected = from_rank_0(on_rank_0(expected_checksums, folder))
-            if expected and found == expected:
-                return folder
-            wrong = sorted({line.partition("  ")[2] for line in {*found} ^ {*expected}})
-            problem = f"does not match its {SUMS}: {', '.join(wrong)}"
-            if not expected:
-                problem = f"is no checkpoint, as it has no {SUMS}"
-        except Stop as error:
-            problem = f"cannot be read: {error}"
-        if folder == folders[-1]:
-            raise Stop(f"{folder} {problem}")
-        say(f"train.py: {folder} {problem}; falling back to the checkpoint before", sys.stderr)
-
-
-def resume(config, mark, tensors, facts, torchrun_store):
-    """Load the checkpoint that --resume names into tensors -> its record, None to start over. A
-    collective. After a restart by torchrun it is the newest one in out_dir, whatever --resume says.
-    The line that it prints is a restart's first one, and has the numbers of ranks.
-
-    facts: {name: value} of what must be as it was. Raises Stop where it is not, or where the
-    checkpoint is damaged. At the end out_dir has the past of this run, and nothing else; an
-    evaluation leaves it as it is.
-    """
-    out_dir = pathlib.Path(config.out_dir).resolve()
-    is_restart = torchrun_store.check(["begun"])
-    folders = []
-    if config.resume == "auto" or is_restart:
-        folders += newest_first(out_dir)
-    if config.resume not in (None, "auto"):
-        folders.append(pathlib.Path(config.resume))
-    folder = newest_sound(folders)
-    record = None
-    if folder is not None:
-        record = together(read_record, folder)
-        load(folder, record, tensors, facts)
-        ranks = count(dist.get_world_size(), "rank")
-        say(f"resumed from {folder}, after step {record['step']}, on {ranks} "
-            f"({record.get('world_size', 'unknown')} before)")
-    if config.eval_only:
-        if record is None and config.init_from is None:
-            raise Stop(f"--eval_only: there is no checkpoint in {out_dir}")
-        return record
-    if record is not None and record["step"] > config.max_steps:
-        raise Stop(f"--max_steps {config.max_steps} is less than the steps of {folder}")
-    past = dict(step=0, best_step=0)
-    is_in_out_dir = folder is not None and folder.resolve().parent == out_dir
-    if is_in_out_dir:
-        past = record
-    elif record is None and config.resume == "auto":
-        say(f"no checkpoint in {out_dir}: a new run begins")
-    on_rank_0(while_ours, rewind, mark, past, is_in_out_dir or is_restart)
-    if record is not None and not from_rank_0((out_dir / name_of(record["best_step"])).exists()):
-        record |= dict(best_step=0, best_val_loss=math.inf)  # it is in another folder, or removed
-    on_rank_0(touch, mark, 0 if record is None else record["step"])
-    # Not earlier: if a rank dies before this line, what is in out_dir may be of another run.
-    on_rank_0(torchrun_store.set, "begun", "")
-    return record
-
-
-def load(folder, record, tensors, facts):
-    """Read a sound checkpoint into tensors. Raises Stop, naming the first fact of its record that
-    is not as this run has it, or a tensor that it lacks. A collective."""
-    facts_before = {"optimizer": "adamw"} | record["facts"]  # which older ones do not say
-    for name, value in facts.items():
-        if name in facts_before and facts_before[name] != value:
-            raise Stop(f"{folder} has {name} {facts_before[name]}, and this run {value}")
-    reader = dcp.FileSystemReader(folder)
-    together(check_keys, folder, reader, tensors)
-    dcp.load(tensors, storage_reader=reader,
-             planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-
-
-def check_keys(folder, reader, tensors):
-    """Raise ValueError if a tensor is not in a checkpoint. A residual of top-k may be missing: a
-    rank that was not there before has none."""
-    known = reader.read_metadata().state_dict_metadata
-    for key in tensors:
-        if key not in known and not key.startswith("residual."):
-            raise ValueError(f"{folder} has no {key}")
-
-
-def rewind(mark, past, keeps_metrics):
-    """Rank 0: bring out_dir to where it was after past["step"]. Whatever is newer, damaged or of an
-    earlier run is moved aside, which is said, and is not looked at again."""
-    out_dir = mark.parent
-    remove_other_marks(mark)  # from here on nobody else adds to what is moved
-    aside = out_dir / time.strftime(f"earlier_%Y%m%d_%H%M%S_{os.getpid()}")
-    moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > past["step"]]
-    if not keeps_metrics:
-        for pattern in ("best", "metrics.jsonl", "tensorboard", "trace_rank*.json"):
-            moved += out_dir.glob(pattern)
-    if moved:
-        still_ours(mark)
-        aside.mkdir()
-        say(f"{', '.join(path.name for path in moved)} of an earlier run: moved to {aside}")
-    for path in moved:
-        still_ours(mark)
-        path.rename(aside / path.name)
-    for unfinished in out_dir.glob(".tokens-*"):  # of one that was killed while it tokenized
-        with contextlib.suppress(OSError):  # it is finished now
-            if now_s(mark) - unfinished.stat().st_mtime > 3600:
-                unfinished.unlink()
-    tidy(mark, past["best_step"], sys.maxsize)
-    # Another file in its place, even if nothing changes: a run that is still there has it open.
+    moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > step]
     metrics = out_dir / "metrics.jsonl"
+    if step == 0:
+        for pattern in ("best", metrics.name, "tensorboard", "trace_rank*.json"):
+            moved += out_dir.glob(pattern)
+    aside = out_dir / time.strftime(f"earlier_%Y%m%d_%H%M%S_{os.getpid()}")
+    if moved:
+        aside.mkdir()
+    for path in moved:
+        path.rename(aside / path.name)
+    for unfinished in out_dir.glob(".step_*"):
+        shutil.rmtree(unfinished)
+    tidy(out_dir, best_step, keep_last=10**8)
     if metrics.exists():
-        kept = mark / metrics.name
-        kept.write_text("".join(lines_until(past["step"], metrics)))
+        kept = hidden(metrics)
+        kept.write_bytes(b"".join(lines_until(step, metrics)))
         fsync(kept)
         kept.replace(metrics)
         fsync(out_dir)
+    if not moved:
+        return None
+    return f"{', '.join(path.name for path in moved)} of an earlier run: moved to {aside}"
 
 
-def lines_until(step, path):
+def lines_until(step, metrics):
     """The lines of metrics.jsonl up to a step. A crash may have torn the last one."""
     lines = []
-    for line in path.read_text("utf-8", "replace").splitlines(keepends=True):
+    for line in metrics.read_bytes().splitlines(keepends=True):
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            if json.loads(line)["step"] <= step and line.endswith("\n"):
+            if json.loads(line)["step"] <= step and line.endswith(b"\n"):
                 lines.append(line)
     return lines
 
 
-def say_contents(out_dir):
-    """Print on rank 0 what lies in out_dir, and how large it is."""
-    if dist.get_rank() > 0:
-        return
-    best = (out_dir / "best").resolve().name
-    names = []
-    for path in sorted(out_dir.glob("*")):
-        if path.name == "best":
-            continue
-        n_bytes = 0
-        with contextlib.suppress(OSError):  # another run may move it
-            for file in (path, *path.rglob("*")):
-                if file.is_file():
-                    n_bytes += file.stat().st_size
-        size = f"{n_bytes / 1e6:,.2f} MB"
-        if path.name == best:
-            size += ", the best"
-        names.append(f"{path.name} ({size})")
-    say(f"in {out_dir}: {', '.join(names)}")
+class Metrics:
+    """metrics.jsonl: a line per step. What a full disk does not take waits in memory for the next
+    step, as half a line must be finished before another one begins."""
+
+    def __init__(self, out_dir):
+        self.file = open(out_dir / "metrics.jsonl", "ab", buffering=0)
+        self.unwritten = b""
+
+    def add(self, entry):
+        """Write a line. Raises OSError if it has to wait: no reason to lose the run."""
+        self.unwritten += (json.dumps(entry) + "\n").encode()
+        self.write()
+
+    def write(self):
+        while self.unwritten:
+            n = self.file.write(self.unwritten)  # may be less than all
+            self.unwritten = self.unwritten[n:]
+
+    def sync(self):
+        """Put all lines on disk, or raise OSError."""
+        self.write()
+        os.fsync(self.file)
 
 
-# -------------------------------------------------------------------------------------------------
-# marks: one run at a time in an out_dir
-#
-# A mark is a hidden folder of out_dir, with a file in it that says whose it is. A run is alive if
-# it has touched that file, which rank 0 does in every step, less than its own --timeout_s ago. Two
-# promises:
-# - A run that begins anew where another one is alive is refused. It moves nothing.
-# - A run that goes on with what is in out_dir takes over: when it has loaded its checkpoint, it
-#   removes all other marks. A run that has lost its mark stops, such as one that was frozen, or
-#   whose torchrun is gone. What it was writing went with its mark, and the metrics.jsonl that it
-#   has open is no longer the one of that name. If torchrun starts it again, it is refused.
-#
-# All times are the file system's own, which stamps what is written. So clocks of hosts do not
-# matter, unless each host stamps for itself. Then a run whose host is ahead by an hour seems alive
-# for an hour after its end, and others are refused; one whose host is behind seems dead to a run
-# that begins anew, and is stopped by it, and its files are moved aside.
+class Lock:
+    """The right to write in out_dir, which one process has at a time. The kernel holds it, and lets
+    it go when the process ends, however that ends. The file .lock says whose it is."""
 
+    def __init__(self, out_dir: pathlib.Path):
+        self.path = out_dir / ".lock"
+        self.facts = dict(host=socket.gethostname(), pid=os.getpid(), parent=os.getppid(), step=0,
+                          has_begun=False)
+        self.facts_before = {}  # what the last holder has written
 
-@contextlib.contextmanager
-def claim(config, torchrun_store):
-    """Give this run a mark, as long as it lasts -> its path; an evaluation has none. Raises Stop
-    where another run has the right to out_dir. A collective."""
-    if config.eval_only:
-        yield None
-        return
-    out_dir = pathlib.Path(config.out_dir).resolve()
-    takes_over = config.resume is not None
-    if config.resume not in (None, "auto"):
-        takes_over = pathlib.Path(config.resume).resolve().parent == out_dir
-    is_restart = torchrun_store.check(["begun"])
-    if torchrun_store.check(["lost"]):
-        raise Stop(f"a later run has taken over {out_dir}")
-    drawn = from_rank_0(os.urandom(8).hex())
-    mark = out_dir / f".run_{drawn}"
-    # The same in all starts by one torchrun, which may leave marks of ranks that were killed.
-    torchrun = torchrun_store.compare_set("run", "", drawn).decode()
-    facts = dict(timeout_s=config.timeout_s, torchrun=torchrun, begun=False,
-                 takes_over=takes_over and not is_restart)
-    try:
-        on_rank_0(while_ours, make_mark, mark, facts, is_restart)
-        yield mark
-    except Stop:
-        with contextlib.suppress(RuntimeError):  # torchrun is gone, too
-            if dist.get_rank() == 0 and torchrun_store.check(["begun"]) and not is_ours(mark):
-                torchrun_store.set("lost", "")
-        raise
-    finally:
-        if dist.get_rank() == 0:
-            remove(mark)
+    def take(self, wait_s: float) -> str | None:
+        """Take it, or wait for it that long -> a line where the file system has no such locks, else
+        None. Raises SystemExit, with what the holder has written, if it does not end by then."""
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT)
+        deadline_s = time.monotonic() + wait_s
+        is_held, problem = False, None
+        while not is_held and problem is None:
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise SystemExit(self.refusal()) from None
+                time.sleep(0.1)
+            except OSError as error:
+                problem = f"{self.path}: {error.strerror}: so other runs may write there, too"
+        self.facts_before = self.holder()
+        self.sign(step=0)
+        os.fsync(self.file)
+        return problem
 
+    def refusal(self):
+        facts = self.holder()
+        return (f"in {self.path.parent} a run is alive: host {facts.get('host')}, pid "
+                f"{facts.get('pid')}, step {facts.get('step')}. End it, or choose another "
+                "--out_dir")
 
-def make_mark(mark, facts, is_restart):
-    """Rank 0: make the mark, and look at those of others. Raises ValueError if one of them is alive
-    and this run does not take over.
+    def holder(self) -> dict:
+        """What the holder has written, {} if that cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(self.path.read_text())
+        return {}
 
-    First make, then look: so of two runs that begin at once at least one sees the other, and the
-    one that has made its mark later stands back. A restart has been here before, so only a run that
-    has begun since can have the right.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):  # until the loop has handlers of its own
-        signal.signal(number, functools.partial(leave, mark))
-    path = mark / "mark"
-    path.parent.mkdir()
-    path.touch()
-    # A file in the folder, and this is what counts: the folder alone dcp would make anew as it
-    # writes a checkpoint there, when a later run has removed it.
-    facts |= dict(host=socket.gethostname(), pid=os.getpid(), step=0,
-                  made_ns=path.stat().st_mtime_ns)
-    path.write_text(json.dumps(facts))
-    # Longer than a tick of the file system's clock: then marks with equal times see each other, and
-    # their names decide.
-    time.sleep(0.05)
-    for other in others_alive(mark):
-        came_first = (other["made_ns"], other["name"]) < (facts["made_ns"], mark.name)
-        is_first = other["begun"] or (came_first and not is_restart)
-        is_foreign = other["torchrun"] != facts["torchrun"]
-        if is_first and is_foreign and not facts["takes_over"]:
-            when = f"{other['age_s']:.0f} s ago"
-            if other["age_s"] < -1:
-                when = "in the future, by the clock of its host"
-            raise ValueError(f"in {mark.parent} a run is alive: host {other['host']}, pid "
-                             f"{other['pid']}, step {other['step']}, which it touched "
-                             f"{when}. Wait for its end, choose another "
-                             "--out_dir, or take over with --resume auto. (A run that was killed "
-                             f"counts as alive for its --timeout_s {other['timeout_s']:g})")
+    def sign(self, step: int, **facts) -> None:
+        """The holder: write who it is, and the step after which it is."""
+        self.facts |= dict(facts, step=step)
+        with contextlib.suppress(OSError):  # a full disk
+            os.pwrite(self.file, json.dumps(self.facts).ljust(300).encode(), 0)
 
-
-def leave(mark, number, frame):
-    """Handle a signal: remove the mark, and end as without a handler."""
-    remove(mark)
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
-
-
-def now_s(mark):
-    """The file system's own clock."""
-    os.utime(mark / "mark")
-    return (mark / "mark").stat().st_mtime
-
-
-def others_alive(mark):
-    """The facts of all other marks in out_dir that are alive, with their "name" and "age_s"."""
-    now = now_s(mark)
-    found = []
-    for path in mark.parent.glob(".run_*"):
-        if path != mark:
-            facts = read_mark(path)
-            facts["age_s"] = now - facts["touched_s"]
-            if facts["age_s"] < facts["timeout_s"]:
-                found.append(facts)
-    return found
-
-
-def read_mark(mark):
-    """What a mark says. It says nothing if it is gone, if it was made a moment ago, if an older
-    version has made it, or if it is no file of ours."""
-    facts = dict(name=mark.name, host="unknown", pid="unknown", step="unknown", torchrun=None,
-                 begun=False, takes_over=False, timeout_s=120.0, made_ns=0, touched_s=-math.inf)
-    path = mark / "mark"
-    with contextlib.suppress(OSError, ValueError):
-        found = path.stat()
-        facts |= dict(made_ns=found.st_mtime_ns, touched_s=found.st_mtime)
-        said = json.loads(path.read_text()) if path.is_file() else None
-        if isinstance(said, dict) and isinstance(said.get("made_ns"), int):
-            facts |= said
-    return facts
-
-
-def touch(mark, step):
-    """Rank 0, once it has loaded its checkpoint and after every step: show that this run is alive
-    -> whether the mark is still there."""
-    # A full disk, a file that others have spoiled, or no mark: "r+" does not make it anew.
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        with open(mark / "mark", "r+") as file:
-            facts = json.load(file)
-            file.seek(0)
-            file.write(json.dumps(facts | dict(step=step, begun=True)))
-            file.truncate()
-    with contextlib.suppress(OSError):
-        os.utime(mark / "mark")
-    return is_ours(mark)
-
-
-def while_ours(function, mark, *arguments):
-    """function(mark, *arguments). Where that fails since a later run has removed the mark, so that
-    a file in it is not there, the error says so."""
-    try:
-        return function(mark, *arguments)
-    except FileNotFoundError:
-        still_ours(mark)
-        raise
-
-
-def is_ours(mark):
-    return (mark / "mark").exists()
-
-
-def still_ours(mark):
-    """Raise OSError if a later run has removed the mark."""
-    if not is_ours(mark):
-        raise OSError(f"a later run has begun in {mark.parent}, or {mark.name} was removed")
-
-
-def release(mark):
-    """Rank 0: this run will write no more."""
-    still_ours(mark)
-    remove(mark)
-
-
-def remove(mark):
-    """The file that counts goes first: then its run writes no more, while the rest goes."""
-    with contextlib.suppress(OSError):
-        (mark / "mark").unlink()
-    shutil.rmtree(mark, ignore_errors=True)
-
-
-def remove_other_marks(mark):
-    """Rank 0: no other run may write here any more. But one may that is about to take over, or has
-    begun meanwhile: raises OSError then. One that begins anew after this one stands back by itself.
-    """
-    still_ours(mark)
-    mine = read_mark(mark)
-    stay = [mark.name]
-    for other in others_alive(mark):
-        came_later = (other["made_ns"], other["name"]) > (mine["made_ns"], mark.name)
-        will_take_over = came_later and not other["begun"] and other["takes_over"]
-        has_begun = other["begun"] and not mine["takes_over"]
-        if other["torchrun"] != mine["torchrun"] and (will_take_over or has_begun):
-            raise OSError(f"a later run has begun in {mark.parent}: host {other['host']}, pid "
-                          f"{other['pid']}")
-        if came_later and not other["begun"]:
-            stay.append(other["name"])
-    for path in mark.parent.glob(".run_*"):
-        if path.name not in stay:
-            remove(path)
+    def is_restart(self) -> bool:
+        """Whether the last holder had begun its run, and had this one's parent, which then is a
+        torchrun that starts it again. If not, what lies in out_dir is of an earlier run."""
+        before = self.facts_before
+        is_same = all(before.get(name) == self.facts[name] for name in ("host", "parent"))
+        return is_same and before.get("has_begun", False)

@@ -3,14 +3,17 @@
 Replaces a DataLoader with its sampler and workers, and nanoGPT's random offsets.
 
 Tokens are one long sequence, cut into blocks of block_size. A block is a sample: its tokens are
-the inputs, and the tokens one further on are the targets. Everything below is a function of the
-seed and the step, so there is no state to save, and to resume at a step is to ask for it.
+the inputs, and the tokens one further on are the targets. Which blocks a step takes is a function
+of the seed and the step, so there is no state to save, and to resume at a step is to ask for it.
+
+What is a user's mistake raises SystemExit with a line that says so.
 """
 
 import functools
 import hashlib
 import os
 import pathlib
+import pickle
 import sys
 
 import numpy as np
@@ -18,13 +21,42 @@ import tiktoken
 import torch
 import torch.distributed as dist
 
-from checkpoint import fsync
-from extras.ranks import count, say
-
 END_OF_TEXT = "<|endoftext|>"
 # Of tiktoken's encodings whose tokens have 16 bits: what is tokenized with one of them trains
 # without the file of the tokenizer, which tiktoken would download.
 VOCAB_SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284}
+
+# -------------------------------------------------------------------------------------------------
+# tokenizers
+
+
+class Characters:
+    """The tokenizer of nanoGPT's data of characters, whose folder has a meta.pkl."""
+    eot_token = 0  # there is no end of text: a newline, where the text has some
+
+    def __init__(self, path):
+        try:
+            with open(path, "rb") as file:
+                meta = PlainUnpickler(file).load()
+            self.n_vocab, self.characters, self.ids = meta["vocab_size"], meta["itos"], meta["stoi"]
+        except (pickle.UnpicklingError, EOFError, LookupError, TypeError) as error:
+            raise SystemExit(f"--dataset: {path} is not as nanoGPT writes it: {error!r}") from error
+
+    def encode(self, text, **options):
+        unknown = set(text) - set(self.ids)
+        if unknown:
+            raise SystemExit(f"--prompt has {sorted(unknown)}, which are not in --dataset")
+        return [self.ids[character] for character in text]
+
+    def decode(self, ids):
+        return "".join(self.characters[i] for i in ids)
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, texts and numbers: other pickles can run code, and are refused."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it has a {module}.{name}")
 
 
 def is_tokenized(dataset):
@@ -32,22 +64,41 @@ def is_tokenized(dataset):
     return dataset != "stdlib" and os.path.isdir(dataset)
 
 
+def choose_tokenizer(config):
+    """-> the tokenizer, and how many tokens it knows. The former is None where only the sample
+    needs it: it may be a download."""
+    meta = pathlib.Path(config.dataset, "meta.pkl")
+    if is_tokenized(config.dataset) and meta.exists():
+        if config.tokenizer != "bytes":
+            raise SystemExit(f"--tokenizer {config.tokenizer}: --dataset has its own, in {meta}")
+        tokenizer = Characters(meta)
+        return tokenizer, tokenizer.n_vocab
+    is_for_sample = is_tokenized(config.dataset) and not (config.init_from or config.export_hf)
+    if config.tokenizer in VOCAB_SIZES and is_for_sample:
+        return None, VOCAB_SIZES[config.tokenizer]
+    tokenizer = load_tokenizer(config.tokenizer)
+    return tokenizer, tokenizer.n_vocab
+
+
 def load_tokenizer(name):
-    """A tiktoken Encoding. "bytes" is 256 single bytes and an end-of-text token: no download.
-    Raises ValueError where there is no such one, or no connection."""
+    """A tiktoken Encoding. "bytes" is 256 single bytes and an end-of-text token: no download."""
     if name == "bytes":
         return tiktoken.Encoding("bytes", pat_str=r"\S+\s*|\s+", special_tokens={END_OF_TEXT: 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     try:
         return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # no connection; a damaged download; no such name
-        raise ValueError(f"--tokenizer {name}: {error}; bytes needs no download") from error
+        raise SystemExit(f"--tokenizer {name}: {error}; bytes needs no download") from error
 
 
 def encode_prompt(prompt, tokenizer):
     """Token ids of a text, at least one."""
     ids = tokenizer.encode(prompt, allowed_special={END_OF_TEXT}, disallowed_special=())
     return ids if ids else [tokenizer.eot_token]
+
+
+# -------------------------------------------------------------------------------------------------
+# texts
 
 
 def stdlib_text():
@@ -73,77 +124,82 @@ def stdlib_text():
     return END_OF_TEXT.join(texts)
 
 
-def tokenize(text, tokenizer, out_dir, writes):
-    """text -> token ids, memory-mapped from a file in out_dir that is named after the text's hash.
-    Without `writes` no such file is written, but one that is there is used.
-
-    Ranks that come at the same time do the same work. That costs no time, and waiting for one of
-    them could take longer than a collective may.
-    """
+def tokenize(config, tokenizer, say):
+    """Rank 0: the text of --dataset -> the path of its token ids, a file in out_dir named after the
+    text's hash; an evaluation writes none, and gets the ids themselves, (n,). None for a folder of
+    tokens. say: takes a line for the log."""
+    if is_tokenized(config.dataset) or (config.eval_only and not config.eval_steps):
+        return None
+    try:
+        is_stdlib = config.dataset == "stdlib"
+        text = stdlib_text() if is_stdlib else pathlib.Path(config.dataset).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise SystemExit(f"--dataset {config.dataset}: {error}") from error
+    if "\0" in text:
+        raise SystemExit(f"--dataset {config.dataset}: not a text; of train.bin and val.bin give "
+                         "the folder")
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = pathlib.Path(out_dir, f"tokens-{tokenizer.name}-{digest}.npy")
-    if not path.exists():
-        say(f"tokenizing {len(text):,} characters with {tokenizer.name}")
-        ids = tokenizer.encode_to_numpy(text, allowed_special={END_OF_TEXT}, disallowed_special=())
-        ids = ids.astype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32)
-        if not writes:
-            return ids
-        unfinished = path.with_name(f".tokens-{os.urandom(4).hex()}.npy")
-        try:
-            np.save(unfinished, ids)
-            fsync(unfinished)
-        except OSError as error:
-            unfinished.unlink(missing_ok=True)
-            raise OSError(f"{path.name} cannot be written: {error} (is the disk full?)") from error
-        os.replace(unfinished, path)
-    return np.load(path, mmap_mode="r")
+    path = pathlib.Path(config.out_dir, f"tokens-{tokenizer.name}-{digest}.npy").resolve()
+    if path.exists():
+        return path
+    say(f"tokenizing {len(text):,} characters with {tokenizer.name}")
+    ids = tokenizer.encode_to_numpy(text, allowed_special={END_OF_TEXT}, disallowed_special=())
+    ids = ids.astype(np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32)
+    if config.eval_only:
+        return ids
+    unfinished = path.with_name(".tokens.npy")
+    try:
+        with open(unfinished, "wb") as file:
+            np.save(file, ids)
+            file.flush()
+            os.fsync(file)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise SystemExit(f"{path} cannot be written: {error} (is the disk full?)") from error
+    return unfinished.replace(path)
 
 
-def load_tokens(config, tokenizer, vocab_size):
-    """Training and validation token ids, each (n,). Of a text the last tenth validates. Raises
-    OSError, and ValueError where there are too few tokens or they are not the tokenizer's.
+# -------------------------------------------------------------------------------------------------
+# tokens
 
-    tokenizer: not needed for what is tokenized.
+
+def load_tokens(config, source, vocab_size):
+    """Training and validation token ids, each (n,), memory-mapped. Of a text the last tenth
+    validates. Refuses where there are too few, or some that a model of vocab_size tokens lacks.
+
+    source: what `tokenize` has found on rank 0.
     """
     if config.eval_only and not config.eval_steps:
         return np.zeros(0, np.uint16), np.zeros(0, np.uint16)
     path = pathlib.Path(config.dataset)
     try:
-        if is_tokenized(config.dataset):  # uint16 and nothing else
+        if source is None:  # uint16 and nothing else
             train = np.memmap(path / "train.bin", "<u2", "r")
             val = np.memmap(path / "val.bin", "<u2", "r")
         else:
-            text = stdlib_text() if config.dataset == "stdlib" else path.read_text("utf-8")
-            if "\0" in text:
-                raise ValueError("not a text; of train.bin and val.bin give the folder")
-            tokens = tokenize(text, tokenizer, config.out_dir, writes=not config.eval_only)
+            is_file = isinstance(source, pathlib.Path)
+            tokens = np.load(source, mmap_mode="r") if is_file else source
             train, val = np.split(tokens, [int(0.9 * len(tokens))])
-    except (ValueError, OSError, EOFError) as error:  # not UTF-8, empty, half a token, no file
-        raise ValueError(f"--dataset {path}: {error}") from error
+    except ValueError as error:  # empty, or half a token
+        raise SystemExit(f"--dataset {path}: {error}") from error
     if not config.eval_only:
         least = config.global_batch_size * config.block_size + 1
         if len(train) < least:
-            raise ValueError(f"--dataset {path} is too short: it has {len(train)} tokens to train "
+            raise SystemExit(f"--dataset {path} is too short: it has {len(train)} tokens to train "
                              f"on, and {least} are needed. --block_size and --global_batch_size "
                              "lower that")
-        check_tokens(train, path, vocab_size)
     if config.eval_steps:
         least = config.block_size + 1
         if len(val) < least:
-            raise ValueError(f"--dataset {path} is too short: it has {len(val)} tokens to validate "
+            raise SystemExit(f"--dataset {path} is too short: it has {len(val)} tokens to validate "
                              f"with, and {least} are needed. --block_size lowers that; "
                              "--eval_steps 0 needs none")
-        check_tokens(val, path, vocab_size)
+    for tokens in (train, val):
+        largest = some_of(tokens).max(initial=0)  # the loss refuses any other such token
+        if largest >= vocab_size:
+            raise SystemExit(f"--dataset {path} has token {largest}, but the model knows "
+                             f"{vocab_size}: is --tokenizer another one?")
     return train, val
-
-
-def check_tokens(tokens, path, vocab_size):
-    """Raise ValueError where a sample of the tokens has one that the model lacks. (The loss refuses
-    any other such token.)"""
-    largest = some_of(tokens).max()
-    if largest >= vocab_size:
-        raise ValueError(f"--dataset {path} has token {largest}, but the model knows "
-                         f"{vocab_size}: is --tokenizer another one?")
 
 
 def some_of(tokens):
@@ -160,6 +216,10 @@ def fingerprint(tokens):
     """Their number, and a hash of about a million of them."""
     digest = hashlib.sha256(np.ascontiguousarray(some_of(tokens))).hexdigest()
     return f"{len(tokens)} tokens with hash {digest[:16]}"
+
+
+# -------------------------------------------------------------------------------------------------
+# samples
 
 
 def count_blocks(tokens, block_size):
@@ -184,16 +244,13 @@ def global_batch(tokens, step, config):
     return block_order(n, config.seed, epoch)[step * B:(step + 1) * B]
 
 
-def accumulation_steps(config):
-    """Micro-steps that a step takes on every rank. Raises ValueError unless whole."""
-    m = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
-    B, W = config.global_batch_size, dist.get_world_size()
-    if B % (m * W):
-        possible = [n for n in range(1, B // m + 1) if B % (m * n) == 0]
-        others = f"on {possible} ranks it would" if possible else f"it is no multiple of {m}"
-        raise ValueError(f"--global_batch_size {B} in micro batches of {m} does not divide among "
-                         f"{count(W, 'rank')}: {others}")
-    return B // (m * W)
+def micro_batches(tokens, step, config, device):
+    """Yield this rank's x and y of each micro-step of a step. Ranks take micro batches in turn, so
+    that any number of ranks reads the same ones in the same order."""
+    blocks = global_batch(tokens, step, config)
+    m = config.micro_batch_size
+    for first in range(dist.get_rank() * m, len(blocks), dist.get_world_size() * m):
+        yield read_blocks(tokens, blocks[first:first + m], config.block_size, device)
 
 
 def read_blocks(tokens, blocks, block_size, device):

@@ -11,11 +11,11 @@
     torchrun --nproc_per_node=4 --max-restarts=3 train.py --mode zero3 --resume auto
     python train.py --resume out/best --eval_only --prompt "def "   # ask a checkpoint
 
-Replaces a trainer framework by one loop. The options come first, then `main`, the loop in `train`,
-and `train_step`; then what these call: preparing a run, model and modes, the optimizer, evaluation
-and the end of a run. The rest is in extras/. The modes differ in `wrap`, which calls what makes
-them, and in `set_is_last_micro_step`; `naive` averages in `train_step`. One process is a process
-group of one rank, so no line asks whether there is a group.
+Replaces a trainer framework by one loop. In this order: flags; a run, which is prepared, goes
+through its loop, and ends; a step; the modes; optimizers; evaluation; what is logged; how ranks
+meet, agree and end. Data are in data.py, files of a run in checkpoint.py, and what only some flag
+asks for in extras/. One process is a process group of one rank, so no line asks whether there is a
+group.
 
 How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
 alone, and ranks take its micro batches in turn: any number of ranks reads the same samples in the
@@ -38,259 +38,449 @@ there write torch.distributed.breakpoint(0), which stops rank 0 while the others
 reach your line, and give yourself --timeout_s 3600.
 """
 
+import argparse
 import collections
+import concurrent.futures
+import contextlib
+import ctypes
 import dataclasses
+import datetime
+import difflib
 import functools
-import gc
 import hashlib
+import importlib.util
 import json
 import math
 import os
+import pathlib
+import re
+import shutil
 import signal
 import sys
 import time
+import traceback
+import warnings
 
-import extras  # noqa: F401  first: it notes who has started this process
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from ddp import DDP, HierarchicalState, clip_gradients_, total_norm
+from checkpoint import (checkpoint_of, hidden, local, Lock, Metrics, newest_first,
+                        problem_of, publish, read_record, rewind, sharded_state, tidy)
+from data import (block_order, choose_tokenizer, count_blocks, encode_prompt, fingerprint,
+                  load_tokenizer, load_tokens, micro_batches, read_blocks, tokenize)
+from ddp import clip_gradients_, DDP, total_norm
 from model import GPT, GPTConfig, PRESETS
-from oracle import average_gradients
-from checkpoint import (checkpoint_tensors, claim, flags_to_save, is_ours, release, resume,
-                                save_checkpoint, say_contents, touch)
-from extras.comm_hooks import TopKState, hierarchical_hook, top_k_hook
-from data import (VOCAB_SIZES, accumulation_steps, block_order, count_blocks,
-                          encode_prompt, fingerprint, global_batch, is_tokenized, load_tokenizer,
-                          load_tokens, read_blocks)
-from extras.flags import DTYPES, FSDP, SIZES, check, parse_args
-from extras.llama import export, read_llama_config, read_llama_weights
-from extras.log import (finite, introduce, over_ranks, peak_flops, peak_mem_bytes, print_step,
-                         start_trackers)
-from extras.ranks import (Stop, check_ranks_agree, choose_device, from_rank_0, gather, local,
-                           named_shards, on_rank_0, ranks_on_device, run, say, say_sharing,
-                           start_process_group, together)
+from oracle import average_gradients, kinds_of_devices, take_device
 from zero import Zero1, Zero2, Zero3
 
-
 # -------------------------------------------------------------------------------------------------
-# options
+# flags
+
+STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
+WITH_MUON = ("single", "naive", "ddp", *STAGES, "torch-ddp")  # modes that keep matrices whole
+MODES = (*WITH_MUON, "torch-zero1", "torch-fsdp-kept", "torch-fsdp")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
+ZERO = ("mode", STAGES)  # what a flag needs that does nothing in other modes
+
+
+def flag(default, help, least=0, most=1e18, choices=(), needs=None, once=False):
+    """A field of Config: a flag with this default and this text in --help.
+
+    least, most   of a number
+    choices       words that it can be; a number can be these, too
+    needs         (another flag, some of its values): else this one does nothing, and is refused
+    once          a run that resumes does not take it from its checkpoint
+    """
+    about = dict(help=help, least=least, most=most, choices=choices, needs=needs, once=once)
+    return dataclasses.field(default=default, metadata=about)
+
+
 @dataclasses.dataclass
 class Config:
-    """Each field is a flag, its comment the text of --help, and the line above a group its title.
-    What values are possible is in the tables of extras/flags.py."""
+    """Each field is a flag. None: what is in brackets."""
     # run
-    mode: str | None = None  # who averages gradients: README's table [single; under torchrun ddp]
-    max_steps: int = 800  # optimizer steps in all, also those before a resume
-    seed: int = 1337  # of the weights, the order of samples and the sample text
-    out_dir: str = "out"  # for checkpoints, metrics.jsonl, tokens; else the one --resume PATH is in
-    device: str | None = None  # cpu or an accelerator, such as cuda [the accelerator, if any]
-    deterministic: bool = False  # only kernels that have the same bits in every run; slower
-    threads: int = 1  # CPU threads per rank; another number may change the last digits
-    timeout_s: float = 120.0  # seconds after which a rank that waits for another one gives up
-    check_interval: int = 100  # steps between checks that ranks have equal parameters, 0 for none
+    mode: str = flag(None, "who averages gradients [single; under torchrun ddp]", choices=MODES)
+    max_steps: int = flag(800, "optimizer steps in all, also those before a resume", least=1,
+                          most=99_999_999)  # a checkpoint's name has eight digits
+    seed: int = flag(1337, "of the weights, the order of samples and the sample text")
+    out_dir: str = flag("out", "for checkpoints, metrics.jsonl, tokens; else the one --resume PATH "
+                        "is in", once=True)
+    device: str = flag(None, "cpu, or an accelerator such as cuda [the latter, if any]", once=True)
+    deterministic: bool = flag(False, "only kernels that have the same bits in every run; slower")
+    threads: int = flag(1, "CPU threads per rank; another number may change the last digits",
+                        least=1, most=1024)
+    timeout_s: float = flag(120.0, "seconds after which a rank that waits for another one gives up",
+                            least=1e-9, most=1e6, once=True)
+    check_interval: int = flag(100, "steps between checks that ranks have equal parameters; or 0")
     # checkpoints
-    save_interval: int = 100  # steps between checkpoints; also the last and the best; 0 for none
-    keep_last: int = 2  # newest checkpoints that are kept; the best one is kept, too
-    resume: str | None = None  # auto: the newest in out_dir, if any; or PATH, such as out/best
-    export_hf: str | None = None  # folder for transformers, without tokenizer; needs safetensors
+    save_interval: int = flag(100, "steps between checkpoints; also the last and the best; 0: none")
+    keep_last: int = flag(2, "newest checkpoints that are kept; the best one is kept, too", least=1)
+    resume: str = flag(None, "auto: the newest in out_dir, if any; or PATH, such as out/best",
+                       once=True)
+    export_hf: str = flag(None, "folder for transformers, without tokenizer; needs safetensors",
+                          once=True)
     # data
-    dataset: str = "stdlib"  # Python's library, a text file, or a folder of train.bin and val.bin
-    tokenizer: str = "bytes"  # bytes, or a tiktoken name such as gpt2 or o200k_base
+    dataset: str = flag("stdlib", "Python's library; a text; a folder of train.bin and val.bin")
+    tokenizer: str = flag("bytes", "bytes, or a tiktoken name such as gpt2 or o200k_base")
     # model
-    init_from: str | None = None  # folder of a Llama of transformers, to start from its weights
-    model: str = "tiny"  # preset of sizes
-    n_layer: int | None = None  # blocks; this and the next four override the preset
-    n_head: int | None = None  # query heads
-    n_kv_head: int | None = None  # key and value heads, a divisor of n_head
-    n_embd: int | None = None  # width
-    block_size: int | None = None  # tokens per sequence
-    activation_checkpointing: bool = False  # recompute blocks in the backward: less memory, slower
-    compile: bool = False  # torch.compile each block; needs a C++ compiler on a CPU
+    init_from: str = flag(None, "folder of a Llama of transformers, to start from its weights")
+    model: str = flag("tiny", "preset of sizes", choices=PRESETS)
+    n_layer: int = flag(None, "blocks; this and the next four override the preset", least=1)
+    n_head: int = flag(None, "query heads", least=1)
+    n_kv_head: int = flag(None, "key and value heads, a divisor of n_head", least=1)
+    n_embd: int = flag(None, "width", least=1)
+    block_size: int = flag(None, "tokens per sequence", least=1)
+    activation_checkpointing: bool = flag(False, "recompute blocks in the backward: less memory")
+    compile: bool = flag(False, "torch.compile each block; needs a C++ compiler on a CPU")
     # batch
-    global_batch_size: int = 16  # sequences per optimizer step, over all ranks and micro-steps
-    micro_batch_size: int | str = 4  # sequences of a rank's forward; auto: the most that fit
-    memory_limit_gb: float | None = None  # for auto: GB of a rank [its share of a GPU]
+    global_batch_size: int = flag(16, "sequences per step, over all ranks and micro-steps", least=1)
+    micro_batch_size: int = flag(4, "sequences of a rank's forward; auto: the most that fit",
+                                 least=1, choices=("auto",))
+    memory_limit_gb: float = flag(None, "GB of a rank [its share of an accelerator]",
+                                  needs=("micro_batch_size", ("auto",)))
     # precision
-    dtype: str = "fp32"  # of the computation, by autocast; fp16 with a gradient scaler
-    param_dtype: str | None = None  # zero1 to 3: in which parameters are gathered and used [fp32]
-    reduce_dtype: str | None = None  # zero1 to 3: in which gradients are sent [fp32]
+    dtype: str = flag("fp32", "of the computation, by autocast; fp16 with a gradient scaler",
+                      choices=DTYPES)
+    param_dtype: str = flag(None, "in which parameters are gathered and used [fp32]",
+                            choices=DTYPES, needs=ZERO)
+    reduce_dtype: str = flag(None, "in which gradients are sent [fp32]", choices=DTYPES,
+                             needs=ZERO)
     # data parallelism
-    bucket_cap_mb: float = 25.0  # ddp, torch-ddp: MB of gradients that are sent together
-    find_unused_parameters: bool = False  # ddp, torch-ddp: allow parameters without a gradient
-    comm_hook: str | None = None  # ddp: compress gradients; powersgd, topk: after the warm-up [no]
-    topk_ratio: float = 0.01  # --comm_hook topk: the part of the elements that is sent
-    node_size: int | None = None  # --comm_hook hierarchical: ranks per node [as torchrun has it]
-    shard_size: int | None = None  # zero1 to 3: ranks among which the state is divided [all]
-    offload: bool = False  # zero1 to 3: keep shards, gradients and optimizer on the CPU
+    bucket_cap_mb: float = flag(25.0, "ddp, torch-ddp: MB of gradients that are sent together",
+                                least=1e-9, most=1e6)
+    find_unused_parameters: bool = flag(False, "ddp, torch-ddp: some may have no gradient")
+    comm_hook: str = flag(None, "ddp: compress gradients; powersgd, topk: after the warm-up",
+                          choices=("bf16", "powersgd", "topk", "hierarchical"),
+                          needs=("mode", ("ddp",)))
+    topk_ratio: float = flag(0.01, "the part of the elements that is sent", least=1e-9, most=1,
+                             needs=("comm_hook", ("topk",)))
+    node_size: int = flag(None, "ranks per node [as torchrun has it]", least=1,
+                          needs=("comm_hook", ("hierarchical",)))
+    shard_size: int = flag(None, "ranks among which the state is divided [all]", least=1,
+                           needs=ZERO)
+    offload: bool = flag(False, "keep shards, gradients and optimizer on the CPU", needs=ZERO)
     # optimizer
-    optimizer: str = "adamw"  # muon: Muon for the matrices of blocks, AdamW for the rest
-    lr: float = 3e-3  # peak learning rate
-    min_lr: float | None = None  # learning rate at the end of the cosine [lr / 10]
-    warmup_steps: int = 40  # steps of linear warm-up
-    weight_decay: float = 0.1  # on tensors of two or more dimensions only
-    beta1: float = 0.9  # AdamW: decay of the mean of gradients
-    beta2: float = 0.99  # AdamW: decay of the mean of squared gradients
-    grad_clip: float = 1.0  # largest norm of all gradients together, 0 for no limit
+    optimizer: str = flag("adamw", "muon: Muon for the matrices of blocks, AdamW for the rest",
+                          choices=("adamw", "muon"), needs=("mode", WITH_MUON))
+    lr: float = flag(3e-3, "peak learning rate")
+    min_lr: float = flag(None, "learning rate at the end of the cosine [lr / 10]")
+    warmup_steps: int = flag(40, "steps of linear warm-up")
+    weight_decay: float = flag(0.1, "on tensors of two or more dimensions only")
+    beta1: float = flag(0.9, "AdamW: decay of the mean of gradients", most=0.99999)
+    beta2: float = flag(0.99, "AdamW: decay of the mean of squared gradients", most=0.99999)
+    grad_clip: float = flag(1.0, "largest norm of all gradients together, 0 for no limit")
     # evaluation
-    eval_interval: int = 100  # steps between evaluations; the last step has one, too; 0 for none
-    eval_steps: int = 80  # sequences per evaluation, divided among ranks; 0 for none
-    eval_only: bool = False  # no training: loss and text of what --resume or --init_from names
-    prompt: str = "\n"  # what the sample text continues, taken literally
-    sample_tokens: int = 256  # tokens of the sample text, after the prompt; 0 for none
+    eval_interval: int = flag(100, "steps between evaluations; the last step has one, too; or 0")
+    eval_steps: int = flag(80, "sequences per evaluation, divided among ranks; 0: no evaluation")
+    eval_only: bool = flag(False, "no training: loss and text of --resume or --init_from",
+                           once=True)
+    prompt: str = flag("\n", "what the sample text continues, taken literally", once=True)
+    sample_tokens: int = flag(256, "tokens of the sample text, after the prompt; 0: no text")
     # watching
-    log_interval: int = 10  # steps between printed lines; metrics.jsonl has every step
-    trace: bool = False  # print what ddp or zero1 to 3 sends, waits for and frees in the third step
-    profile: int = 0  # steps, from the third on, to out_dir/trace_rank0.json for ui.perfetto.dev
-    tensorboard: bool = False  # write to out_dir/tensorboard; needs the package tensorboard
-    wandb: bool = False  # log to Weights & Biases; needs the package wandb
+    log_interval: int = flag(10, "steps between printed lines; metrics.jsonl has every step")
+    trace: bool = flag(False, "print what the third step sends, waits for and frees", once=True,
+                       needs=("profile", (0,)))
+    profile: int = flag(0, "steps, from the third on, to out_dir/trace_rank0.json for "
+                        "ui.perfetto.dev", once=True)
+    tensorboard: bool = flag(False, "write to out_dir/tensorboard; needs the package tensorboard")
+    wandb: bool = flag(False, "log to Weights & Biases; needs the package wandb")
 
 
-MAX_SKIPPED_STEPS = 20  # in a row, for a loss or gradients that are not finite; then a run stops
-ZERO = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "init_from": "safetensors",
+            "export_hf": "safetensors"}
+# What an evaluation does not take from a checkpoint either: it may be on another machine, and on
+# fewer ranks.
+NOT_TO_EVALUATE = ("compile", "comm_hook", "shard_size", "tensorboard", "wandb")
+
+
+def read_flags(argv):
+    """{flag: value} of those that are given. A mistake ends the process."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=__doc__,
+                                     allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = refuse
+    names = []
+    for field in dataclasses.fields(Config):
+        text = field.metadata["help"]
+        if field.metadata["choices"]:
+            text += f": {', '.join(field.metadata['choices'])}"
+        if field.default is not None:
+            text += f" [{field.default!r}]"
+        options = dict(action=argparse.BooleanOptionalAction)
+        if field.type is not bool:
+            options = dict(type=functools.partial(read_value, field), metavar=field.type.__name__)
+        names.append(f"--{field.name}")
+        parser.add_argument(names[-1], help=text, **options)
+    given, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        similar = difflib.get_close_matches(word.partition("=")[0], names, n=2)
+        refuse(f"there is no flag {word}; --help lists all, such as {' '.join(similar)}")
+    return vars(given)
+
+
+def read_value(field, text):
+    """What a flag's text says, within its limits. For argparse, which adds the flag's name."""
+    about = field.metadata
+    if text in about["choices"] or (field.type is str and not about["choices"]):
+        return text
+    possible = [*about["choices"]]
+    if field.type is not str:
+        possible.append(f"{field.type.__name__} from {about['least']:g} to {about['most']:g}")
+        with contextlib.suppress(ValueError):
+            value = field.type(text)
+            if about["least"] <= value <= about["most"]:  # nan is not
+                return value
+    raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(possible)}")
+
+
+def complete(given, record, device):
+    """The flags that are given -> Config. The others are as in the record of the checkpoint from
+    which the run goes on, or as in the table. Refuses what contradicts itself, or cannot be here.
+    """
+    saved = dict(record["flags"]) if record else {}
+    if given.get("eval_only"):
+        for name in NOT_TO_EVALUATE:
+            saved.pop(name, None)
+    if saved.get("mode") == "single":
+        del saved["mode"]  # the default of one process, and impossible for more
+    config = Config(**(saved | given))
+    if config.mode is None:
+        config.mode = "ddp" if "RANK" in os.environ else "single"
+    for field in dataclasses.fields(Config):
+        other, values = field.metadata["needs"] or ("mode", MODES)
+        if getattr(config, other) not in values:
+            if given.get(field.name, field.default) != field.default:
+                raise SystemExit(f"--{field.name} needs --{other} {' or '.join(map(str, values))}")
+            setattr(config, field.name, field.default)  # saved, but of no use any more
+    check(config, device)
+    return config
+
+
+def check(config, device):
+    """Refuse flags that contradict each other, or that this machine cannot serve. Make folders."""
+    W, B, m = dist.get_world_size(), config.global_batch_size, config.micro_batch_size
+    least = W if m == "auto" else W * m
+    ranks = "1 rank" if W == 1 else f"{W} ranks"
+    refusals = (
+        (config.mode == "single" and W > 1,
+         f"--mode single is one process, but torchrun started {W}"),
+        (B % least > 0 and not config.eval_only,
+         f"--global_batch_size {B} in micro batches of {m} does not divide among {ranks}"),
+        (config.shard_size is not None and W % config.shard_size > 0,
+         f"--shard_size {config.shard_size} does not divide {ranks}"),
+        (config.node_size is not None and W % config.node_size > 0,
+         f"--node_size {config.node_size} does not divide {ranks}"),
+        (config.dtype == "fp16" and config.comm_hook in ("powersgd", "topk"),
+         f"--dtype fp16 and --comm_hook {config.comm_hook}: choose bf16"),
+        (config.min_lr is not None and config.min_lr > config.lr,
+         f"--min_lr {config.min_lr} is above --lr {config.lr}"),
+        (config.eval_only and (config.trace or config.profile > 0),
+         "--trace and --profile are for steps, and --eval_only makes none"),
+    )
+    for is_wrong, text in refusals:
+        if is_wrong:
+            raise SystemExit(text)
+    for name, package in PACKAGES.items():
+        if getattr(config, name) and not importlib.util.find_spec(package):
+            raise SystemExit(f"--{name} needs a package: pip install {package}")
+    if config.compile and device.type == "cpu":
+        check_compiler()
+    if config.export_hf:
+        os.makedirs(config.export_hf, exist_ok=True)
+
+
+def check_compiler():
+    """Refuse where torch.compile lacks what it needs on a CPU. (In the first step this would be a
+    traceback. The function is private, but asks what torch itself will ask.)"""
+    from torch._inductor import cpp_builder
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except RuntimeError as error:
+        raise SystemExit("--compile needs a C++ compiler: install g++ or clang, or set CXX to the "
+                         "one that you have") from error
 
 
 # -------------------------------------------------------------------------------------------------
-# the loop
+# a run
+
+MAX_SKIPPED_STEPS = 20  # in a row, for a loss or gradients that are not finite; then a run stops
 
 
-def main(config, progress):
-    """A whole run -> exit status.
+@dataclasses.dataclass
+class Run:
+    """What a run works with, and how far it is."""
+    config: Config
+    device: torch.device
+    out_dir: pathlib.Path
+    lock: Lock
+    tokenizer: object  # None where it is not needed yet
+    gpt: GPT  # without any wrapper
+    model: torch.nn.Module  # what the mode makes of it
+    optimizers: list
+    scaler: ShardedGradScaler
+    tokens: np.ndarray
+    val_tokens: np.ndarray
+    facts: dict  # what must be the same where a run goes on
+    progress: dict  # what every checkpoint has beside tensors, facts and flags
+    peak_flops: float  # FLOP/s of all ranks; those of 16-bit units, whatever the run computes in
+    recent: collections.deque  # the metrics of the last steps
+    saved: bool = True  # whether the last checkpoint could be written
 
-    progress: what the loop knows beside tensors: the step, the best one and its loss, how many
-    steps in a row were skipped, the last step's entry of metrics.jsonl, a name for trackers. Every
-    checkpoint has it, and `run` names the step in errors.
+
+def train(given, progress):
+    """A run, by the flags that are given -> exit status. A collective.
+
+    progress: the step, the best one and its loss, how many steps in a row were skipped, the metrics
+    of the last step, a name for trackers. `main` names the step in errors.
     """
-    if config.deterministic:
-        take_deterministic_kernels()  # first: a device that has started reads no environment
-    device = choose_device(config.device)
-    torch.set_num_threads(config.threads)
-    torchrun_store = start_process_group(device, config.timeout_s)
+    run = prepare(given, progress)
+    status = None if run.config.eval_only else loop(run)
+    if status is None:
+        status = finish(run)
+    return status
+
+
+def prepare(given, progress):
+    """Meet the other ranks, take out_dir, find what to go on from, make all that a run needs."""
+    # 1) ranks
+    start = Config(**given)
+    device = choose_device(start.device)
+    start_process_group(device, start.timeout_s)
     say_sharing(device.type)
-    together(check, config, device)
-    tokenizer, gpt, tokens, val_tokens = together(prepare, config)
-    # mark: a hidden folder in out_dir. As long as it is there, no other run writes to out_dir.
-    with claim(config, torchrun_store) as mark:
-        return train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens,
-                     val_tokens)
 
+    # 2) flags, which a checkpoint may have: only rank 0 looks for it, and once
+    out_dir = pathlib.Path(start.out_dir).resolve()
+    lock = Lock(out_dir)
+    folder, record = on_rank_0(take_and_find, start, lock, out_dir)
+    config = together(complete, given, record, device)
+    torch.set_num_threads(config.threads)
+    if config.deterministic:
+        take_deterministic_kernels()
+    if config.save_interval > 0 and not config.eval_only:  # each rank writes a part of it
+        is_ours = from_rank_0(lock.facts) == lock.holder()
+        check_ranks_agree(dict(out_dir="rank 0's" if is_ours else "another folder"))
 
-def train(config, progress, device, mark, torchrun_store, tokenizer, gpt, tokens, val_tokens):
-    """The run itself, once ranks have met and out_dir is claimed -> exit status. A collective.
-
-    gpt: the model without any wrapper. mark: None in an evaluation.
-    """
-    # 1) all ranks must have the same flags, model and data. Paths may differ: what the folders hold
-    # is compared instead
+    # 3) model and data, which must be the same on all ranks, and in the run that goes on
+    tokenizer, vocab_size = together(choose_tokenizer, config)
+    gpt = together(build_gpt, config, vocab_size, record)
+    config.block_size = gpt.config.block_size  # that of the preset or folder, unless given
+    together(check_prompt, config, tokenizer, gpt)
+    source = on_rank_0(tokenize, config, tokenizer, say)
+    tokens, val_tokens = together(load_tokens, config, source, gpt.config.vocab_size)
     facts = facts_of_run(config, gpt, tokens)
-    check_ranks_agree(vars(config) | facts | facts_of_start(mark, val_tokens, config))
+    check_ranks_agree(vars(config) | facts | dict(
+        validation=fingerprint(val_tokens), torch=torch.__version__, numpy=np.__version__))
+    check_facts(folder, record, facts, config)
+    if not config.eval_only:
+        on_rank_0(begin, lock, folder, record)
     if config.micro_batch_size == "auto":
-        config.micro_batch_size = largest_micro_batch(config, gpt.config.vocab_size, device)
+        from extras import auto
+        config.micro_batch_size = auto.largest_micro_batch(config, gpt.config, device)
 
-    # 2) `model`, what the mode makes of gpt; the optimizer over the parameters that this leaves
+    # 4) `model`, what the mode makes of gpt; optimizers over the parameters that this leaves
     model = wrap(gpt, config, device)
-    optimizer = make_optimizer(model, config)
+    optimizers = make_optimizers(model, config)
     scaler = make_scaler(config, device)
-    residual = model.comm_state.residual if config.comm_hook == "topk" else None
-
-    # 3) continue where an earlier run stopped
     progress["run_id"] = from_rank_0(os.urandom(8).hex())
-    tensors = checkpoint_tensors(model, optimizer, gpt, residual)
-    record = resume(config, mark, tensors, facts, torchrun_store)
+    peak = introduce(gpt, len(tokens), config, device)
+    run = Run(config, device, out_dir, lock, tokenizer, gpt, model, optimizers, scaler, tokens,
+              val_tokens, facts, progress, peak, collections.deque(maxlen=100))
     if record is not None:
-        for name in progress:
-            progress[name] = record.get(name, progress[name])  # an older record may lack some
-        if record["scaler"]:  # empty, unless that run had fp16, too
-            scaler.load_state_dict(record["scaler"])
-        if config.comm_hook in ("topk", "powersgd"):
-            model.comm_state.iter = progress["step"]
-    device_name = introduce(gpt, len(tokens), config, device)
-    # FLOP/s of all ranks; those of 16-bit units, whatever the run computes in.
-    peak = dist.get_world_size() * (peak_flops(device_name) or math.nan)
-    metrics, trackers = start_trackers(config, mark, gpt, progress)
-    signals = []  # one or more: all ranks finish the step, save, stop
+        load(run, folder, record)
+    return run
+
+
+def loop(run):
+    """Make the steps that are left -> exit status if a signal has ended the run before, else None.
+    A collective."""
+    config, progress, device = run.config, run.progress, run.device
+    signals = []  # numbers; one or more on any rank: all finish the step, save, stop
+    if progress["step"] == config.max_steps:
+        say(f"all {config.max_steps} steps have been made: --max_steps is for more")
+    note_signals(signals)
+    with contextlib.ExitStack() as stack:
+        metrics, watchers = start_watchers(stack, run)
+        for step in range(progress["step"] + 1, config.max_steps + 1):
+            # forward, backward and update; stop if too many steps in a row were skipped
+            progress["step"] = step
+            lr = set_lr(run.optimizers, step, config)
+            batches = micro_batches(run.tokens, step, config, device)
+            measured, stop = train_step(run.model, run.optimizers, run.scaler, batches, signals,
+                                        config)
+            entry = dict(step=step, lr=lr, **measured)
+            progress["skipped"] = (progress["skipped"] + 1) if entry["skipped"] else 0
+            if progress["skipped"] == MAX_SKIPPED_STEPS:
+                raise SystemExit(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: "
+                                 "lower --lr")
+            if is_due(step, config.check_interval):
+                compare_parameters(run.model)
+
+            # evaluate, on all ranks
+            best = {}
+            if config.eval_steps and is_due(step, config.eval_interval, also=config.max_steps):
+                entry["val_loss"] = evaluate(run.model, run.val_tokens, config, device)
+                if entry["val_loss"] < progress["best_val_loss"]:
+                    best = dict(best_step=step, best_val_loss=entry["val_loss"])
+
+            # log, on rank 0
+            log_step(entry, run)
+            for watch in watchers:
+                watch(progress["entry"])
+            run.lock.sign(step)
+
+            # write a checkpoint, on all ranks, and stop where one of them was told to; skipped
+            # steps must not push out the checkpoints before them, but the last one counts
+            is_time = is_due(step, config.save_interval) and not entry["skipped"]
+            is_last = step == config.max_steps
+            if config.save_interval and (is_time or is_last or best or stop):
+                save(run, metrics, best)
+            if stop:
+                how = "; go on with --resume auto" if config.save_interval and run.saved else ""
+                say(f"train.py: stopped by a signal after step {step}{how}", sys.stderr)
+                number = max(gather(max(signals, default=0)))
+                return 128 + number if run.saved else 1
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    return None
+
+
+def finish(run):
+    """What the model has learned: its loss, a text, the result, weights for transformers -> exit
+    status. A collective."""
+    config, progress = run.config, run.progress
+    result = result_of(run)
+    if config.eval_only and config.eval_steps:
+        result["val_loss"] = evaluate(run.model, run.val_tokens, config, run.device)
+        say(f"step {progress['step']} | val loss {result['val_loss']:.4f}")
+    is_finite = progress["entry"].get("param_norm", 0.0) is not None  # None stands for nan
+    if config.sample_tokens and is_finite:
+        say(f"sample:\n{sample(run.gpt, run.tokenizer, config, run.device)}")
+    say("RESULT " + json.dumps(finite(result)))
+    if config.export_hf:
+        from extras import llama
+        llama.export(run.model, run.gpt.config, config.export_hf, run.tokenizer.eot_token)
+    return 0 if run.saved else 1
+
+
+def note_signals(signals):
+    """Let SIGINT and SIGTERM be noted in a list, so that all ranks finish the step. A second one
+    ends the process at once; under torchrun, which passes on what a terminal has sent to all, a
+    third."""
+    most = 2 if "TORCHELASTIC_RUN_ID" in os.environ else 1
 
     def note(number, frame):
         signals.append(number)
+        if len(signals) > most:
+            os._exit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
-
-    # 4) the loop
-    saved = True
-    recent = collections.deque(maxlen=100)  # the entries of the last steps
-    last_step = progress["step"] if config.eval_only else config.max_steps
-    if last_step == progress["step"] and not config.eval_only:
-        say(f"all {last_step} steps have been made: --max_steps is for more")
-    for step in range(progress["step"] + 1, last_step + 1):
-        # forward, backward and update; stop if too many steps in a row were skipped
-        progress["step"] = step
-        entry, stop = train_step(model, optimizer, scaler, tokens, step, config, device, signals)
-        progress["skipped"] = (progress["skipped"] + 1) if entry["skipped"] else 0
-        if progress["skipped"] == MAX_SKIPPED_STEPS:
-            raise Stop(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: lower --lr")
-        if is_due(step, config.check_interval):
-            compare_parameters(model)
-
-        # evaluate, on all ranks
-        best = {}
-        if config.eval_steps and is_due(step, config.eval_interval, config.max_steps):
-            entry["val_loss"] = evaluate(model, val_tokens, config, device)
-            if entry["val_loss"] < progress["best_val_loss"]:
-                best = dict(best_step=step, best_val_loss=entry["val_loss"])
-
-        # log, on rank 0, as long as no later run has taken out_dir
-        entry["mfu"] = entry["tokens_per_sec"] * gpt.flops_per_token() / peak
-        recent.append(entry)
-        if is_due(step, config.log_interval, 1) or "val_loss" in entry or entry["skipped"]:
-            print_step(entry, recent, config.max_steps)
-        progress["entry"] = finite(entry)
-        for track in trackers:
-            track(progress["entry"])
-        if dist.get_rank() == 0 and not touch(mark, step):
-            signals.append("a later run")  # the next step tells all ranks; `release` says why
-
-        # write a checkpoint, on all ranks, and stop where one of them was told to; skipped steps
-        # must not push out the checkpoints before them
-        is_time = is_due(step, config.save_interval, config.max_steps) and not entry["skipped"]
-        if config.save_interval and (is_time or best or stop):
-            record = dict(progress | best, facts=facts, scaler=scaler.state_dict(),
-                          world_size=dist.get_world_size(), config=flags_to_save(config),
-                          eval_in="sequences")  # an older version counted micro batches
-            tensors = checkpoint_tensors(model, optimizer, gpt, residual)  # top-k makes new ones
-            saved = save_checkpoint(mark, tensors, record, metrics)
-            if saved:
-                progress |= best
-        if stop:
-            on_rank_0(release, mark)
-            what_now = "; go on with --resume auto" if config.save_interval and saved else ""
-            say(f"train.py: stopped by a signal after step {step}{what_now}", sys.stderr)
-            return 0 if saved else 1
-
-    # 5) a text that the model writes, the result, and the weights for transformers
-    if not config.eval_only:
-        on_rank_0(release, mark)
-        say_contents(mark.parent)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-    is_finite = progress["entry"].get("param_norm", 0.0) is not None  # None stands for nan
-    if config.eval_only:
-        progress["entry"] = evaluate_only(model, val_tokens, progress["step"], config, device)
-    n_bytes = bytes_per_param(model, gpt, optimizer) if recent else None
-    if config.sample_tokens and is_finite:
-        say(f"sample:\n{sample(gpt, tokenizer, config, device)}")
-    if config.export_hf:
-        say(f"--export_hf {config.export_hf}: without a tokenizer, since this run's is tiktoken's")
-    print_result(model, progress, recent, n_bytes, config)
-    if config.export_hf:
-        export(model, gpt.config, config.export_hf, tokenizer.eot_token)
-    return 0 if saved else 1
 
 
 def is_due(step, interval, also=None):
@@ -300,12 +490,168 @@ def is_due(step, interval, also=None):
 
 
 # -------------------------------------------------------------------------------------------------
+# where a run goes on
+
+
+def take_and_find(start, lock, out_dir):
+    """Rank 0: take out_dir, unless this is an evaluation -> the checkpoint to go on from, and its
+    record; None, None to begin anew. Refuses where all that may be taken are damaged.
+
+    A run that torchrun has started again goes on from its own newest checkpoint, whatever --resume
+    says, once it has begun: what lies in out_dir before that is of an earlier run.
+    """
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not start.eval_only:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        waits = start.resume is not None or is_restart
+        problem = lock.take(start.timeout_s if waits else 0)
+        if problem is not None:
+            say(f"train.py: {problem}", sys.stderr)
+        is_restart = is_restart and lock.is_restart()
+    folders = []
+    if start.resume == "auto" or is_restart:
+        folders += newest_first(out_dir)
+    if start.resume not in (None, "auto"):
+        folders.append(pathlib.Path(start.resume).resolve())
+    for folder in folders:
+        problem = problem_of(folder)
+        if problem is None:
+            return folder, read_record(folder)
+        if folder == folders[-1]:
+            raise SystemExit(f"--resume {start.resume}: {folder} {problem}")
+        say(f"train.py: {folder} {problem}; falling back to the checkpoint before", sys.stderr)
+    if start.eval_only and start.init_from is None:
+        raise SystemExit(f"--eval_only: there is no checkpoint in {out_dir}: --resume PATH names "
+                         "one, such as out/best")
+    if start.resume == "auto":
+        say(f"no checkpoint in {out_dir}: a new run begins")
+    return None, None
+
+
+def facts_of_run(config, gpt, tokens):
+    """{name: value} of what must stay as it is when a run resumes; of an evaluation the model
+    alone."""
+    facts = dict(vars(gpt.config))
+    del facts["activation_checkpointing"]  # changes no bit
+    if config.eval_only:
+        del facts["seed"]
+        return facts
+    return facts | dict(global_batch_size=config.global_batch_size, dataset=fingerprint(tokens),
+                        optimizer=config.optimizer)
+
+
+def check_facts(folder, record, facts, config):
+    """Refuse a checkpoint that is of another run, or beyond this one; record: None without one."""
+    if record is None:
+        return
+    if "flags" not in record:
+        raise SystemExit(f"{folder} was written by an earlier version of train.py")
+    for name, value in facts.items():
+        if record["facts"][name] != value:
+            raise SystemExit(f"{folder} has {name} {record['facts'][name]}, and this run {value}")
+    if not config.eval_only and record["step"] > config.max_steps:
+        raise SystemExit(f"--max_steps {config.max_steps} is less than the steps of {folder}")
+
+
+def begin(lock, folder, record):
+    """Rank 0: bring out_dir to where it was at the checkpoint in folder. One that lies elsewhere,
+    or none, begins a new run."""
+    out_dir = lock.path.parent
+    step = best_step = 0
+    if folder is not None and folder.parent == out_dir:
+        step, best_step = record["step"], record["best_step"]
+    moved = rewind(out_dir, step, best_step)
+    if moved is not None:
+        say(moved)
+    lock.sign(step, has_begun=True)
+
+
+def load(run, folder, record):
+    """Go on from a checkpoint. The line that this prints is a restart's first one. A collective."""
+    try:
+        dcp.load(sharded_state(run.model, *run.optimizers), checkpoint_id=folder)
+        if run.config.comm_hook == "topk":
+            from extras import comm_hooks
+            comm_hooks.load_residuals(run.model, folder)
+    except dcp.CheckpointException as error:
+        raise SystemExit(f"{folder}: {last_line(error)}") from error
+    for name in run.progress:
+        run.progress[name] = record[name]
+    if not run.config.eval_only and not from_rank_0((run.out_dir / "best").exists()):
+        run.progress |= dict(best_step=0, best_val_loss=math.inf)  # it is in another folder
+    if record["scaler"]:  # empty, unless that run had fp16, too
+        run.scaler.load_state_dict(record["scaler"])
+    if run.config.comm_hook in ("topk", "powersgd"):
+        run.model.comm_state.iter = run.progress["step"]
+    W = dist.get_world_size()
+    ranks = "1 rank" if W == 1 else f"{W} ranks"
+    say(f"resumed from {folder}, after step {record['step']}, on {ranks} "
+        f"({record['world_size']} before)")
+
+
+def save(run, metrics, best):
+    """Write out_dir/step_... Where that fails, as on a full disk, it is said, earlier checkpoints
+    are as they were, and the run goes on: the next one may succeed. A collective.
+
+    best: the progress that counts with this checkpoint, {} if it is not the best one.
+    """
+    config, progress = run.config, run.progress
+    folder = checkpoint_of(run.out_dir, progress["step"])
+    record = dict(progress | best, facts=run.facts, scaler=run.scaler.state_dict(),
+                  world_size=dist.get_world_size(), flags=flags_to_save(config))
+    tensors = sharded_state(run.model, *run.optimizers)
+    if config.comm_hook == "topk":
+        from extras import comm_hooks
+        tensors |= comm_hooks.residuals(run.model)
+    try:
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(hidden(folder)))
+        on_rank_0(publish_with_metrics, folder, record, metrics)
+        progress |= best
+        run.saved = True
+    except (dcp.CheckpointException, SystemExit) as error:
+        say(f"train.py: step {progress['step']}: the checkpoint failed, earlier ones are as they "
+            f"were: {last_line(error)} (is the disk full, or gone?)", sys.stderr)
+        on_rank_0(shutil.rmtree, hidden(folder), True)
+        run.saved = False
+        return
+    try:
+        on_rank_0(tidy, run.out_dir, progress["best_step"], config.keep_last)
+    except SystemExit as error:
+        say(f"train.py: step {progress['step']}: older checkpoints are not tidied up: {error}",
+            sys.stderr)
+
+
+def publish_with_metrics(folder, record, metrics):
+    """Rank 0: a run that resumes keeps the metrics up to there, so they must be on disk before."""
+    metrics.sync()
+    publish(folder, record)
+
+
+def last_line(error):
+    """dcp's errors have the tracebacks of all ranks, and say at last what has happened."""
+    return str(error).strip().splitlines()[-1]
+
+
+def flags_to_save(config):
+    """Those that a run which resumes takes, in another working folder, too."""
+    saved = dict(vars(config))
+    for field in dataclasses.fields(Config):
+        if field.metadata["once"]:
+            del saved[field.name]
+    if config.dataset != "stdlib":
+        saved["dataset"] = os.path.abspath(config.dataset)
+    if config.init_from:
+        saved["init_from"] = os.path.abspath(config.init_from)
+    return saved
+
+
+# -------------------------------------------------------------------------------------------------
 # a step
 
 
-def train_step(model, optimizer, scaler, tokens, step, config, device, signals=()):
-    """Make a step, from 1 on -> (what metrics.jsonl has of it, whether some rank had signals). A
-    collective.
+def train_step(model, optimizers, scaler, batches, signals, config):
+    """Make a step with this rank's micro batches -> (what metrics.jsonl has of it, whether some
+    rank had signals). A collective.
 
     If loss or gradients are not finite on some rank, all ranks skip the update. Decisions are taken
     from `sums`, which is the same everywhere; only times and memory differ between ranks.
@@ -313,37 +659,34 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, signals=(
     # forward and backward, micro-step by micro-step
     start_s = time.perf_counter()
     exposed_before_s = model.exposed_s  # waited for communication so far
-    rank, W, m = dist.get_rank(), dist.get_world_size(), config.micro_batch_size
-    n = accumulation_steps(config)
-    blocks = global_batch(tokens, step, config)
-    # A place for each micro batch of all ranks, in the order of the data. Other ranks' places are
-    # 0, so the sum over ranks rounds nothing, and the logged loss does not depend on W.
-    # The last two are for what all ranks must know.
-    sums = torch.zeros(n * W + 2, dtype=torch.float64, device=device)
-    optimizer.zero_grad(set_to_none=True)
-    for micro_step in range(n):
-        index = micro_step * W + rank
-        own = blocks[index * m:(index + 1) * m]
-        x, y = read_blocks(tokens, own, config.block_size, device)
-        set_is_last_micro_step(model, config, micro_step == n - 1)
-        with autocast(config.dtype, device):
-            _, loss = model(x, y)
-        sums[index] = loss.detach()
-        scaler.scale(loss).backward()  # not loss / n, which would round
+    rank, W = dist.get_rank(), dist.get_world_size()
+    n = config.global_batch_size // (config.micro_batch_size * W)
+    losses = []
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    for micro_step, (x, y) in enumerate(batches, start=1):
+        device = x.device
+        with exchanging(model, config, is_last=micro_step == n):
+            with autocast(config.dtype, device):
+                _, loss = model(x, y)
+            scaler.scale(loss).backward()  # not loss / n, which would round
+        losses.append(loss.detach())
     if config.mode == "naive":
-        naive_s = time.perf_counter()
-        average_gradients(model, divide_factor=1)
-        model.exposed_s += time.perf_counter() - naive_s
+        model.average_gradients()
 
     # take the mean of n W micro batches and clip it, on all ranks by the same factor
-    scaler.unscale_(optimizer)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
-    was_divided_by = W if model.gradient_divide_factor is None else model.gradient_divide_factor
     norm = clip_gradients_(gradients, config.grad_clip or math.inf, model.shard_group,
-                           divide_by=n * W / was_divided_by).to(device)
+                           divide_by=n * W / model.gradient_divide_factor).to(device)
 
-    # add up losses over ranks, and in the same collective what all ranks must know; read all of it
-    # at once, since an accelerator stands still meanwhile
+    # Add up losses over ranks, and in the same collective what all ranks must know. Each micro
+    # batch has a place, in the order of the data. Other ranks' places are 0, so the sum over ranks
+    # rounds nothing, and the logged loss does not depend on W. All of it is read at once, since an
+    # accelerator stands still meanwhile.
+    sums = torch.zeros(n * W + 2, dtype=torch.float64, device=device)
+    sums[rank:n * W:W] = torch.stack(losses)
     sums[-2] = ~norm.isfinite()
     sums[-1] = len(signals)
     dist.all_reduce(sums)
@@ -351,38 +694,18 @@ def train_step(model, optimizer, scaler, tokens, step, config, device, signals=(
     loss = math.fsum(losses) / len(losses)
     skipped = n_not_finite > 0 or not math.isfinite(loss)
 
-    # update the weights, in every mode by the same rate
-    for group in optimizer.param_groups:
-        group["lr"] = lr_at(step, config)
+    # update the weights
     if not skipped:
-        scaler.step(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
     scaler.update()
     param_norm = total_norm([local(p.detach()) for p in model.parameters()], model.shard_group)
-    step_s = time.perf_counter() - start_s
-    entry = dict(step=step, loss=loss, lr=lr_at(step, config), grad_norm=grad_norm,
-                 param_norm=param_norm.item(), skipped=skipped,
-                 tokens_per_sec=config.global_batch_size * config.block_size / step_s,
-                 step_ms=1e3 * step_s,
-                 comm_exposed_ms=1e3 * (model.exposed_s - exposed_before_s),
-                 mem_bytes=peak_mem_bytes(device))
-    entry["ranks"] = over_ranks(entry, device)
-    return entry, n_signals > 0
-
-
-def set_is_last_micro_step(model, config, is_last):
-    """Whether the next backward is the last one before a step. Only then gradients are exchanged:
-    this sets what no_sync() does, without its block.
-
-    Stages 2 and 3 always exchange them: they have no room for whole gradients, and so their bits
-    are those of one process, however micro batches are divided among ranks. But stage 2 need not
-    gather parameters again that no step has changed.
-    """
-    if config.mode in FSDP:
-        model.set_requires_gradient_sync(is_last)
-    elif config.mode not in ("zero2", "zero3") or config.shard_size == 1:
-        model.require_backward_grad_sync = is_last
-    if config.mode in ("zero1", "zero2", "zero3", *FSDP):
-        model.set_is_last_backward(is_last)
+    entry = dict(loss=loss, grad_norm=grad_norm, param_norm=param_norm.item(), skipped=skipped)
+    step_s = time.perf_counter() - start_s  # .item() has waited for the update
+    entry["tokens_per_sec"] = config.global_batch_size * config.block_size / step_s
+    own = dict(step_ms=1e3 * step_s, comm_exposed_ms=1e3 * (model.exposed_s - exposed_before_s),
+               mem_bytes=peak_mem_bytes(device))
+    return entry | own | dict(ranks=over_ranks(own, device)), n_signals > 0
 
 
 def autocast(dtype, device):
@@ -400,175 +723,133 @@ def lr_at(step, config):
     return min_lr + coefficient * (config.lr - min_lr)
 
 
-# -------------------------------------------------------------------------------------------------
-# before the first step: what every rank makes by itself, and what all must have in common
-
-
-def prepare(config):
-    """What every rank makes, or refuses, by itself -> tokenizer, GPT, training tokens, validation
-    tokens. Raises ValueError and OSError on a user's mistake.
-
-    The tokenizer is None where only the sample needs it: it may be a download.
-    """
-    tokenizer = None
-    vocab_size = VOCAB_SIZES.get(config.tokenizer)
-    is_for_sample = is_tokenized(config.dataset) and not (config.init_from or config.export_hf)
-    if vocab_size is None or not is_for_sample:
-        tokenizer = load_tokenizer(config.tokenizer)
-        vocab_size = tokenizer.n_vocab
-    gpt = build_gpt(config, vocab_size)
-    config.block_size = gpt.config.block_size  # that of the preset or folder, unless given
-    vocab_size = gpt.config.vocab_size
-    if tokenizer is not None and max(encode_prompt(config.prompt, tokenizer)) >= vocab_size:
-        raise ValueError(f"--prompt has tokens that are not among the {vocab_size} of the model")
-    tokens, val_tokens = load_tokens(config, tokenizer, vocab_size)
-    return tokenizer, gpt, tokens, val_tokens
-
-
-def take_deterministic_kernels():
-    """--deterministic: from now on torch takes kernels that add in one order, where it has others,
-    such as attention's backward, which adds by atomics. An operation that has none raises."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and changes no bit
-    torch.use_deterministic_algorithms(True)
-
-
-def facts_of_run(config, gpt, tokens):
-    """{name: value} of what must stay as it is when a run resumes; of an evaluation the model
-    alone."""
-    facts = dict(vars(gpt.config))
-    del facts["activation_checkpointing"]  # changes no bit
-    if config.eval_only:
-        del facts["seed"]
-        return facts
-    return facts | dict(global_batch_size=config.global_batch_size, dataset=fingerprint(tokens),
-                        optimizer=config.optimizer)
-
-
-def facts_of_start(mark, val_tokens, config):
-    """{name: value} of what ranks must have in common, beside their flags."""
-    facts = dict(validation=fingerprint(val_tokens), torch=torch.__version__,
-                 numpy=np.__version__)
-    if mark is not None and config.save_interval > 0:  # each rank writes its part of a checkpoint
-        facts["out_dir"] = "rank 0's" if is_ours(mark) else "another folder"
-    return facts
+def set_lr(optimizers, step, config):
+    """Give all parameters the learning rate of a step -> it."""
+    lr = lr_at(step, config)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+    return lr
 
 
 # -------------------------------------------------------------------------------------------------
-# model, wrapper, optimizer
+# the modes: all that differs between them
 
 
-def build_gpt(config, vocab_size):
-    """The GPT: a preset, or the folder --init_from, each size overridden where its flag is given.
-    Raises ValueError on sizes that do not fit.
+class Bare(torch.nn.Module):
+    """A module as it is, for --mode single and naive, with what the loop asks of every wrapper:
 
-    For ZeRO it is on the meta device, and its wrapper gives it values unit by unit, so that no rank
-    ever holds all of it.
+    shard_group             the ranks over which parameters are sharded; None: each has all of them
+    gradient_divide_factor  what the sum of gradients over ranks has been divided by
+    exposed_s               seconds that this rank has waited for communication; nan: not known
+    full_parameters()       yields (name, whole parameter); a collective where they are sharded
+    no_sync()               a context in which gradients are not exchanged
     """
-    if config.init_from:
-        sizes = read_llama_config(config.init_from)
-    else:
-        sizes = dict(PRESETS[config.model], vocab_size=vocab_size)
-    for name in SIZES:
-        if getattr(config, name) is not None:
-            sizes[name] = getattr(config, name)
-    with torch.device("meta" if config.mode in ZERO else "cpu"):
-        gpt = GPT(GPTConfig(seed=config.seed, **sizes,
-                            activation_checkpointing=config.activation_checkpointing))
-    if config.init_from:
-        read = functools.partial(read_llama_weights, gpt, config.init_from)
-        read()  # what is on meta is only compared; ZeRO's wrapper reads it, and takes rank 0's
-        gpt.init_weights = read if dist.get_rank() == 0 else lambda: None
-    return gpt
+    shard_group = None
+    gradient_divide_factor = 1
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.exposed_s = 0.0 if dist.get_backend() == "gloo" else math.nan
+        for p in module.parameters():
+            dist.broadcast(p.detach(), src=0)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def full_parameters(self):
+        for name, p in self.module.named_parameters():
+            yield name, p.detach()
+
+    def no_sync(self):
+        return contextlib.nullcontext()
+
+    def average_gradients(self):
+        """--mode naive, after the last backward: a collective for each parameter. It sums."""
+        start_s = time.perf_counter()
+        average_gradients(self.module, divide_factor=1)
+        self.exposed_s += time.perf_counter() - start_s
 
 
 def wrap(gpt, config, device):
-    """gpt -> what the loop calls. Here is where the modes differ.
-
-    Whatever the mode, the result has what `add_our_interface` lists beside forward, so that the
-    loop calls all of them alike.
-    """
-    # None is 25 MB too, but only with None is torch's first bucket small.
-    options = dict(bucket_cap_mb=None if config.bucket_cap_mb == 25 else config.bucket_cap_mb,
-                   find_unused_parameters=config.find_unused_parameters,
-                   gradient_as_bucket_view=True)  # ours always does it
+    """gpt -> what the loop calls, which has all that `Bare` has."""
     if config.compile:
         gpt.compile_blocks()
-    if config.mode in ZERO:
+    # None is 25 MB too, but only with None is torch's first bucket small.
+    bucket_cap_mb = None if config.bucket_cap_mb == 25 else config.bucket_cap_mb
+    if config.mode in ("single", "naive"):
+        return Bare(gpt.to(device))
+    if config.mode in STAGES:
         for_muon = [p for name, p in gpt.named_parameters() if takes_muon(name, p, config)]
-        model = ZERO[config.mode](gpt, param_dtype=DTYPES.get(config.param_dtype),
-                                  reduce_dtype=DTYPES.get(config.reduce_dtype),
-                                  shard_size=config.shard_size, offload=config.offload,
-                                  uncut=for_muon)
+        model = STAGES[config.mode](gpt, param_dtype=DTYPES.get(config.param_dtype),
+                                    reduce_dtype=DTYPES.get(config.reduce_dtype),
+                                    shard_size=config.shard_size, offload=config.offload,
+                                    uncut=for_muon)
+    elif config.mode == "ddp":
+        model = DDP(gpt.to(device), bucket_cap_mb=bucket_cap_mb,
+                    find_unused_parameters=config.find_unused_parameters)
     else:
-        model = gpt.to(device)
-    if config.mode == "ddp":
-        model = DDP(model, **options)
-    if config.mode in ("torch-ddp", "torch-zero1"):
-        model = torch.nn.parallel.DistributedDataParallel(model, **options)
-    if config.mode in FSDP:
-        # Without a mesh it takes an accelerator's, if any.
-        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=config.mode == "torch-fsdp")
-        fully_shard(model, mesh=mesh)  # by default the root stays whole, as Zero3's does
-    if config.mode != "ddp" and config.mode not in ZERO:
-        add_our_interface(model, config)
-    elif config.comm_hook:  # which takes the mean over ranks itself
-        state, hook = comm_hook(config)
-        model.register_comm_hook(state, hook)
-    else:  # a sum over ranks: `train_step` divides
-        model.set_gradient_divide_factor(1)
+        from extras import torchs
+        return torchs.wrap(gpt.to(device), config, bucket_cap_mb)
+    if config.comm_hook is None:
+        model.set_gradient_divide_factor(1)  # a sum over ranks: `train_step` divides
+    else:  # which takes the mean itself
+        from extras import comm_hooks
+        comm_hooks.register(model, config)
     return model
 
 
-def comm_hook(config):
-    """(state, hook) of --comm_hook. Nothing is left out while the learning rate warms up."""
-    if config.comm_hook == "bf16":
-        return None, default_hooks.bf16_compress_hook
-    if config.comm_hook == "powersgd":
-        start_iter = max(2, config.warmup_steps)  # torch wants 2 steps at least
-        return powerSGD_hook.PowerSGDState(None, 1, start_iter), powerSGD_hook.powerSGD_hook
-    if config.comm_hook == "topk":
-        return TopKState(config.topk_ratio, None, config.warmup_steps), top_k_hook
-    node_size = config.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return HierarchicalState(node_size), hierarchical_hook
+def exchanging(model, config, is_last):
+    """A context for forward and backward of a micro-step: gradients are exchanged in the last one.
 
-
-def add_our_interface(model, config):
-    """Give the bare GPT, or torch's wrapper, what our wrappers have beside forward.
-
-    shard_group: the ranks over which parameters are sharded, None if each rank has them whole.
-    shard_starts(): {name: the first element of the parameter that this rank has}.
-    full_parameters(): yields (name, whole parameter); a collective if they are sharded.
-    exposed_s: the seconds that this rank has waited for communication so far.
-    gradient_divide_factor: what the sum of gradients over ranks has been divided by; None: W.
+    But stages 2 and 3 always exchange them: they have no room for whole gradients, and so their
+    bits are those of one process, however micro batches are divided among ranks. Stage 2 need not
+    gather parameters again that no step has changed, if it knows.
     """
-    is_sharded = config.mode in FSDP
-    is_torch = config.mode.startswith("torch")
-    rank, W = dist.get_rank(), dist.get_world_size()
+    if config.mode in STAGES:
+        model.set_is_last_backward(is_last)
+    always = config.mode in ("zero2", "zero3") and config.shard_size != 1
+    return contextlib.nullcontext() if is_last or always else model.no_sync()
 
-    def shard_starts():
-        starts = {}
-        for name, p in named_shards(model):
-            # FSDP2 gives each rank ceil(rows / W) rows; the last ranks may have fewer, or none.
-            n_rows = math.ceil(p.size(0) / W)
-            starts[name] = rank * n_rows * p.stride(0) if is_sharded else 0
-        return starts
 
-    def full_parameters():
-        for name, p in named_shards(model):
-            p = p.detach()
-            if isinstance(p, dist.tensor.DTensor):  # FSDP2's root stays whole after `sample`
-                p = p.full_tensor()
-            yield name, p
+# -------------------------------------------------------------------------------------------------
+# model and optimizers
 
-    model.shard_starts = shard_starts
-    model.full_parameters = full_parameters
-    model.shard_group = dist.group.WORLD if is_sharded else None
-    model.gradient_divide_factor = None if is_torch else 1
-    # Torch's wrappers do not say how long they wait, nor do accelerators: nan, in JSON null.
-    model.exposed_s = math.nan if is_torch or dist.get_backend() != "gloo" else 0.0
+
+def build_gpt(config, vocab_size, record):
+    """The GPT: a preset, or the folder --init_from, each size overridden where its flag is given.
+
+    For ZeRO it is on the meta device, and its wrapper gives it values unit by unit, so that no rank
+    ever holds all of it. record: of the checkpoint that is loaded later; None without one.
+    """
+    sizes = dict(PRESETS[config.model], vocab_size=vocab_size)
+    if config.init_from and record is not None:  # that folder may be gone
+        fields = {field.name for field in dataclasses.fields(GPTConfig)}
+        sizes = {name: value for name, value in record["facts"].items() if name in fields}
+    elif config.init_from:
+        from extras import llama
+        sizes = llama.read_sizes(config.init_from)
+        if sizes["vocab_size"] != vocab_size:
+            say(f"--init_from {config.init_from} knows {sizes['vocab_size']} tokens, and "
+                f"--tokenizer {config.tokenizer} has {vocab_size}: its weights are for other ones")
+    for name in SIZES:
+        if getattr(config, name) is not None:
+            sizes[name] = getattr(config, name)
+    sizes |= dict(seed=config.seed, activation_checkpointing=config.activation_checkpointing)
+    try:
+        gpt_config = GPTConfig(**sizes)
+    except ValueError as error:  # sizes that do not fit
+        raise SystemExit(str(error)) from error
+    gpt = build_on_device(gpt_config, config)
+    if config.init_from and record is None:
+        llama.begin_with(gpt, config.init_from)
+    return gpt
+
+
+def build_on_device(gpt_config, config):
+    with torch.device("meta" if config.mode in STAGES else "cpu"):
+        return GPT(gpt_config)
 
 
 def takes_muon(name, p, config):
@@ -578,35 +859,14 @@ def takes_muon(name, p, config):
     qkv and gate_up are one matrix for Muon, though they hold three and two: their views would be
     parameters that ZeRO does not know.
     """
-    return config.optimizer == "muon" and name.startswith("blocks.") and p.dim() == 2
+    return config.optimizer == "muon" and "blocks." in name and p.dim() == 2
 
 
-class Optimizers:
-    """Several optimizers, each with parameters of its own, that the loop calls as one."""
-
-    def __init__(self, *optimizers):
-        self.optimizers = optimizers
-        self.param_groups = []  # the same dicts: a rate that is set here is set there
-        self.state = {}
-        for optimizer in optimizers:
-            self.param_groups += optimizer.param_groups
-            self.state |= optimizer.state
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self, set_to_none=True):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none)
-
-
-def make_optimizer(model, config):
-    """AdamW, which decays matrices only, as shards keep their dimensions; with --optimizer muon
-    Muon for the matrices of blocks, too. Their state is made here, not in the first step: then a
-    checkpoint has the same keys whenever it is written or read."""
+def make_optimizers(model, config):
+    """[AdamW], which decays matrices only, as shards keep their dimensions; with --optimizer muon
+    [AdamW, Muon], the latter for the matrices of blocks."""
     matrices, others, for_muon = [], [], []
-    for name, p in named_shards(model):
+    for name, p in model.named_parameters():
         if takes_muon(name, p, config):
             for_muon.append(p)
         elif p.dim() >= 2:
@@ -620,24 +880,15 @@ def make_optimizer(model, config):
     options = dict(lr=config.lr, betas=(config.beta1, config.beta2),
                    foreach=not others[0].is_cpu, fused=False)
     if config.mode == "torch-zero1":
-        optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, **options)
-        adamw = optimizer.optim  # over the parameters that this rank updates
-        optimizer.state = adamw.state
-    else:
-        optimizer = adamw = torch.optim.AdamW(groups, **options)
-    for group in adamw.param_groups:
-        for p in group["params"]:
-            adamw.state[p] = dict(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p),
-                                  exp_avg_sq=torch.zeros_like(p))
-    if config.optimizer == "adamw":
-        return optimizer
-    # By this factor its updates are as large as AdamW's, so one --lr does for both: Moonlight,
-    # arXiv 2502.16982, section 2.2.
-    muon = torch.optim.Muon(for_muon, lr=config.lr, weight_decay=config.weight_decay,
-                            adjust_lr_fn="match_rms_adamw")
-    for p in for_muon:
-        muon.state[p] = dict(momentum_buffer=torch.zeros_like(p))
-    return Optimizers(adamw, muon)
+        from extras import torchs
+        return [torchs.zero1_adamw(groups, options)]
+    optimizers = [torch.optim.AdamW(groups, **options)]
+    if config.optimizer == "muon":
+        # By this factor its updates are as large as AdamW's, so one --lr does for both: Moonlight,
+        # arXiv 2502.16982, section 2.2.
+        optimizers.append(torch.optim.Muon(for_muon, lr=config.lr, adjust_lr_fn="match_rms_adamw",
+                                           weight_decay=config.weight_decay))
+    return optimizers
 
 
 def make_scaler(config, device):
@@ -647,60 +898,6 @@ def make_scaler(config, device):
     N = max(1, config.global_batch_size // config.micro_batch_size)
     return ShardedGradScaler(device.type, 2.0 ** (16 - (N - 1).bit_length()),
                              enabled="fp16" in (config.dtype, config.param_dtype))
-
-
-def bytes_for_a_rank(config, device):
-    """What --micro_batch_size auto may take: the limit that is given, or this rank's share of what
-    its device has free, as others may have the device, too. Raises Stop on a CPU without a limit.
-    A collective: none takes memory before all have looked."""
-    if config.memory_limit_gb:
-        return 1e9 * config.memory_limit_gb
-    if device.type == "cpu":
-        raise Stop("--micro_batch_size auto needs --memory_limit_gb on a CPU")
-    free, _ = torch.accelerator.get_memory_info(device)
-    return min(gather(free / ranks_on_device(device.type)))
-
-
-def largest_micro_batch(config, vocab_size, device):
-    """--micro_batch_size auto: the largest size that divides a rank's part of the global batch and
-    keeps a step within the limit on every rank. Raises Stop if none does. A collective.
-
-    Memory grows with the size along a straight line, which is drawn through sizes 1 and 2. These
-    are tried on a model and on data that are thrown away; an accelerator whose memory is out at
-    size 2 gets size 1. 5 % of the limit is kept for evaluation and checkpoints, which are not
-    tried.
-    """
-    limit, W = 0.95 * bytes_for_a_rank(config, device), dist.get_world_size()
-    config = dataclasses.replace(config, warmup_steps=0)  # PowerSGD begins in the third step
-    model = wrap(build_gpt(config, vocab_size), config, device)
-    optimizer = make_optimizer(model, config)
-    tokens = np.zeros(4 * W * config.block_size + 1, dtype=np.uint16)
-    peak_mem_bytes(device, reset=True)  # that of tokenizing
-    peaks = []
-    for size in (1, 2):
-        # Two micro-steps, since accumulating takes memory too, and three steps, for PowerSGD.
-        trial = dataclasses.replace(config, micro_batch_size=size, global_batch_size=2 * size * W)
-        scaler = make_scaler(trial, device)
-        try:
-            for step in range(1, 4):
-                train_step(model, optimizer, scaler, tokens, step, trial, device)
-            peaks.append(peak_mem_bytes(device))
-        except torch.OutOfMemoryError:  # on all ranks, since all do the same
-            peaks.append(math.inf)
-    del model, optimizer
-    gc.collect()  # hooks and modules are in reference cycles
-    torch.compiler.reset()
-    peak_mem_bytes(device, reset=True)
-    bytes_per_sequence = max(1, peaks[1] - peaks[0])
-    room = limit - peaks[0]  # beside size 1
-    most = min(gather(1 + room / bytes_per_sequence if room >= 0 else 0))
-    share = config.global_batch_size // W
-    fitting = [size for size in range(1, share + 1) if size <= most and share % size == 0]
-    found = f"size 1 takes {1e-9 * peaks[0]:.2f} GB, and the limit is {1e-9 * limit:.2f}"
-    if not fitting:
-        raise Stop(f"--micro_batch_size auto: {found}")
-    say(f"micro batch size {fitting[-1]}: {found}")
-    return fitting[-1]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -736,21 +933,18 @@ def evaluate(model, tokens, config, device):
         for place, scores, targets in zip(places, logits, y):
             if place < n:
                 losses[place] = F.cross_entropy(scores.float(), targets)
-    if config.mode in FSDP:
-        for module in (*model.blocks, model):
-            module.reshard()  # what stays whole without a backward would not be saved as shards
     model.train()
     dist.all_reduce(losses)
     return losses.mean().item()
 
 
-def evaluate_only(model, tokens, step, config, device):
-    """--eval_only: print the validation loss -> an entry for the result. A collective."""
-    entry = dict(ranks=dict(mem_bytes=[max(gather(peak_mem_bytes(device)))]))
-    if config.eval_steps:
-        entry["val_loss"] = evaluate(model, tokens, config, device)
-        say(f"step {step} | val loss {entry['val_loss']:.4f}")
-    return entry
+def check_prompt(config, tokenizer, gpt):
+    """Refuse --prompt if the model lacks some of its tokens."""
+    if tokenizer is None:
+        return
+    vocab_size = gpt.config.vocab_size
+    if max(encode_prompt(config.prompt, tokenizer)) >= vocab_size:
+        raise SystemExit(f"--prompt has tokens that are not among the {vocab_size} of the model")
 
 
 def sample(gpt, tokenizer, config, device):
@@ -759,7 +953,7 @@ def sample(gpt, tokenizer, config, device):
     if tokenizer is None:
         try:
             tokenizer = together(load_tokenizer, config.tokenizer)
-        except Stop as error:
+        except SystemExit as error:
             return f"none, as there is no tokenizer: {error}"
     generator = torch.Generator(device).manual_seed(config.seed)
     idx = torch.tensor([encode_prompt(config.prompt, tokenizer)], device=device)
@@ -783,8 +977,8 @@ def param_sha256(model):
 
 
 def compare_parameters(model):
-    """Raise Stop, naming parameter and ranks, where whole parameters are not the same on all ranks,
-    as after a flipped bit. A collective. Sums are of bits, so that no rounding hides a difference.
+    """Stop the run, naming parameter and ranks, where whole parameters are not the same on all
+    ranks, as after a flipped bit. A collective. Sums are of bits: no rounding hides a difference.
 
     A shard has no second copy to compare with: in the ZeRO modes this finds less.
     """
@@ -794,14 +988,15 @@ def compare_parameters(model):
     check_ranks_agree(sums)
 
 
-def bytes_per_param(model, gpt, optimizer):
+def bytes_per_param(model, gpt, optimizers):
     """Bytes of weights, gradients and optimizer state that this rank holds after a step, over the
     number of parameters: 16 without sharding. (ZeRO paper, arXiv 1910.02054, section 3.) Counted
     by memory, since shards may be views of what is whole."""
     held = [*model.parameters(), *gpt.parameters()]  # shards, and what is whole beside them
     held += [p.grad for p in held if p.grad is not None]
-    for state in optimizer.state.values():
-        held += [t for t in state.values() if t.dim() > 0]  # not AdamW's count of steps
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            held += [t for t in state.values() if t.dim() > 0]  # not AdamW's count of steps
     n_bytes = {}  # of each piece of memory, by its address
     for t in held:
         storage = local(t).untyped_storage()
@@ -809,24 +1004,347 @@ def bytes_per_param(model, gpt, optimizer):
     return sum(n_bytes.values()) / sum(p.numel() for p in gpt.parameters())
 
 
-def print_result(model, progress, recent, n_bytes, config):
-    """The last line of a run. Times are medians of the last steps that this process made, None if
-    it made none; memory is the most that any rank held until the last step. A collective."""
-    entry = progress["entry"]
-    result = dict(mode=config.mode, world_size=dist.get_world_size(), steps=progress["step"],
-                  train_loss=entry.get("loss"), val_loss=entry.get("val_loss"),
-                  peak_mem_bytes=int(entry["ranks"]["mem_bytes"][-1]), bytes_per_param=n_bytes,
-                  param_sha256=param_sha256(model), threads=config.threads)
+def result_of(run):
+    """What the last line of a run says. Times are medians of the last steps that this process made,
+    None if it made none; memory is the most that any rank has held so far. A collective."""
+    entry, recent = run.progress["entry"], run.recent
+    n_bytes = bytes_per_param(run.model, run.gpt, run.optimizers) if recent else None
+    result = dict(mode=run.config.mode, world_size=dist.get_world_size(),
+                  steps=run.progress["step"], train_loss=entry.get("loss"),
+                  val_loss=entry.get("val_loss"),
+                  peak_mem_bytes=max(gather(peak_mem_bytes(run.device))), bytes_per_param=n_bytes,
+                  param_sha256=param_sha256(run.model), threads=run.config.threads)
     for name in ("tokens_per_sec", "step_ms", "comm_exposed_ms", "mfu"):
         values = [entry[name] for entry in recent]
         result[name] = np.median(values) if values else None
-    say("RESULT " + json.dumps(finite(result)))
+    return result
 
 
-def read_flags():
-    return parse_args(Config, __doc__, sys.argv[1:])
+# -------------------------------------------------------------------------------------------------
+# what is logged
+
+# Dense bf16/fp16 tensor-core peaks from NVIDIA's data sheets, FLOP/s. The first match counts.
+PEAK_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
+              "B200": 2250e12, "A100": 312e12}
+
+
+def peak_flops(device_name):
+    """Peak bf16 FLOP/s of a device by its `get_device_name()`; nan where not known."""
+    for name, flops in PEAK_FLOPS.items():
+        if name in device_name:
+            return flops
+    return math.nan
+
+
+def introduce(gpt, n_tokens, config, device):
+    """Print what is trained, on what -> the peak FLOP/s of all ranks."""
+    name = "CPU"
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name()
+    n_parameters, W = sum(p.numel() for p in gpt.parameters()), dist.get_world_size()
+    say(f"{n_parameters:,} parameters | {n_tokens:,} training tokens | {config.mode}, W = {W}, "
+        f"{dist.get_backend()} on {name}")
+    return W * peak_flops(name)
+
+
+def peak_mem_bytes(device):
+    """The most this process has held, in bytes: by the accelerator's allocator, or as resident set
+    on a CPU, Python and torch included."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    if sys.platform != "linux":
+        import resource  # macOS, where it is in bytes
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+
+def over_ranks(own, device):
+    """{name: number} of this rank -> {name: [min, mean, max] over ranks}, and the slowest rank. All
+    ranks take as long as that one, so it is the one that waits least; None in the torch modes,
+    which do not say how long they wait. A collective."""
+    W = dist.get_world_size()
+    table = torch.zeros(len(own), W, dtype=torch.float64, device=device)
+    table[:, dist.get_rank()] = table.new_tensor(list(own.values()))
+    dist.all_reduce(table)
+    step_ms, exposed_ms, _ = table = table.cpu()
+    busy_ms = step_ms - exposed_ms
+    found = dict(slowest=None if busy_ms.isnan().any() else busy_ms.argmax().item())
+    for name, row in zip(own, table):
+        found[name] = [row.min().item(), row.mean().item(), row.max().item()]
+    return found
+
+
+def finite(entry):
+    """entry with None for inf and nan, which JSON cannot represent."""
+    return json.loads(json.dumps(entry), parse_constant=lambda constant: None)
+
+
+def log_step(entry, run):
+    """Note the metrics of a step, and print a line of them if it is time to."""
+    flops = entry["tokens_per_sec"] * run.gpt.flops_per_token()
+    entry["mfu"] = flops / run.peak_flops
+    run.recent.append(entry)
+    run.progress["entry"] = finite(entry)
+    is_time = is_due(entry["step"], run.config.log_interval, also=1)
+    if is_time or "val_loss" in entry or entry["skipped"]:
+        say(line_of(entry, run.recent, run.config.max_steps))
+
+
+def line_of(entry, recent, max_steps):
+    """The line of a step. recent: the metrics of the last steps, for the time that is left."""
+    mfu = "-" if math.isnan(entry["mfu"]) else f"{100 * entry['mfu']:.1f}%"
+    step_ms = np.mean([old["step_ms"] for old in recent])
+    minutes, seconds = divmod(round((max_steps - entry["step"]) * step_ms / 1e3), 60)
+    line = (f"step {entry['step']:5d}/{max_steps} | loss {entry['loss']:.4f} | "
+            f"lr {entry['lr']:.2e} | grad norm {entry['grad_norm']:.3f} | "
+            f"param norm {entry['param_norm']:.2f} | {entry['tokens_per_sec']:,.0f} tokens/s | "
+            f"mfu {mfu} | {entry['mem_bytes'] / 1e9:.2f} GB | {minutes}m{seconds:02d}s left")
+    if "val_loss" in entry:
+        line += f" | val loss {entry['val_loss']:.4f}"
+    if entry["skipped"]:
+        line += " | skipped, not finite"
+    return line
+
+
+def start_watchers(stack, run):
+    """-> this run's Metrics, None on other ranks; and functions that take the metrics of each step.
+    stack, an ExitStack, closes what they write to, also where the run ends by an error."""
+    config, metrics, watchers = run.config, None, []
+    if dist.get_rank() == 0:
+        metrics = Metrics(run.out_dir)
+        watchers.append(functools.partial(write_metrics, metrics))
+    if config.tensorboard or config.wandb:
+        from extras import trackers
+        watchers += trackers.start(stack, config, run.progress)
+    if config.profile or config.trace:
+        from extras import profiles
+        watchers += profiles.start(stack, run)
+    return metrics, watchers
+
+
+def write_metrics(metrics, entry):
+    try:
+        metrics.add(entry)
+    except OSError as error:  # no reason to lose the run
+        say(f"train.py: step {entry['step']} is not yet in the metrics: {error}", sys.stderr)
+
+
+# -------------------------------------------------------------------------------------------------
+# ranks: how they meet and agree
+#
+# Ranks that disagree hang: one leaves, the others wait for it in their next collective. So what can
+# fail on one rank by itself runs in `together` or `on_rank_0`, after which all ranks go on or all
+# stop. SystemExit with a text is a user's mistake, or a run that cannot sensibly go on. `main` says
+# it in one line.
+
+
+def choose_device(kind):
+    """--device, None for the accelerator, if any -> this rank's torch.device, which other ranks may
+    have, too: see `take_device`. Refuses where there is no such device, and where ranks would share
+    one by a backend other than NCCL, which is the only one that is known to do it."""
+    kinds = kinds_of_devices()
+    if kind is None:
+        kind = kinds[-1]
+    if kind not in kinds:
+        raise SystemExit(f"--device {kind} is not on this machine: choose {' or '.join(kinds)}")
+    local_rank, n_local, n_devices = local_numbers(kind)
+    backend = dist.get_default_backend_for_device(kind)
+    if n_local > n_devices and backend != "nccl":
+        raise SystemExit(f"--device {kind}: torchrun started {n_local} ranks here, for {n_devices} "
+                         f"devices, and {backend} cannot share a device: start fewer ranks, or "
+                         "choose --device cpu")
+    return take_device(kind, local_rank, n_local)
+
+
+def local_numbers(kind):
+    """Of this host: (this rank's number, how many ranks it has, how many devices of this kind). A
+    CPU counts as one for each rank."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    n_devices = n_local if kind == "cpu" else torch.accelerator.device_count()
+    return local_rank, n_local, n_devices
+
+
+def say_sharing(kind):
+    """Print on rank 0 that ranks share devices, where they do."""
+    _, n_local, n_devices = local_numbers(kind)
+    if n_local > n_devices:
+        devices = "1 device" if n_devices == 1 else f"{n_devices} devices"
+        say(f"{n_local} ranks share {devices}: times say nothing")
+
+
+def take_deterministic_kernels():
+    """--deterministic: from now on torch takes kernels that add in one order, where it has others,
+    such as attention's backward, which adds by atomics. An operation that has none raises."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and changes no bit
+    torch.use_deterministic_algorithms(True)
+
+
+def start_process_group(device, timeout_s):
+    """Join the other ranks, of which there are none without torchrun."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1  # a SIGTERM to this rank when torchrun's agent ends, however it ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store, rank, W = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, W = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it starts ranks again, with the addresses of dead ones.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
+                            world_size=W, timeout=timeout)
+
+
+def gather(value):
+    """[rank 0's value, rank 1's, ...], of anything that can be pickled. A collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(value):
+    """Rank 0's value. A collective."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def together(function, *arguments):
+    """function(*arguments) on every rank -> this rank's result. What one rank raises stops all of
+    them: a mistake in a line, a bug with its traceback where it has happened. A collective;
+    function itself must not communicate."""
+    result = error = text = None
+    try:
+        result = function(*arguments)
+    except (Exception, SystemExit) as raised:
+        error, text = raised, one_line(raised)
+    texts = gather(text)
+    is_mistake = isinstance(error, (SystemExit, OSError)) or OUT_OF_MEMORY in (text or "")
+    if error is not None and not is_mistake:
+        raise error
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise SystemExit(f"rank {rank}: {text}" if rank else text)
+    return result
+
+
+def on_rank_0(function, *arguments):
+    """function(*arguments) on rank 0 -> its result, on all ranks. What it raises stops all of them.
+    A collective. It may take longer than --timeout_s: it runs in a thread, while ranks meet."""
+    is_first = dist.get_rank() == 0
+    if is_first:
+        pool = concurrent.futures.ThreadPoolExecutor(1)
+        future = pool.submit(function, *arguments)
+        pool.shutdown(wait=False)  # or an error here would wait for the function's end
+    is_done = False
+    while not is_done:
+        if is_first:
+            is_done = future in concurrent.futures.wait([future], timeout=0.2).done
+        is_done = from_rank_0(is_done)
+    return from_rank_0(together(future.result if is_first else lambda: None))
+
+
+def check_ranks_agree(facts):
+    """facts: {name: value}. Where ranks have different values, stop all of them, naming the first
+    such fact and the values of all ranks. A collective, of hashes as long as they agree."""
+    hashes = gather(hashlib.sha256(repr(facts).encode()).digest())
+    if len(set(hashes)) == 1:
+        return
+    views = gather(facts)
+    for name in facts:
+        values = [view[name] for view in views]
+        if len(set(values)) > 1:
+            raise SystemExit(f"ranks differ in {name}, which is {values} on ranks 0 to "
+                             f"{len(values) - 1}")
+
+
+def say(text, file=None):
+    """Print on rank 0. A run does not end because its log is on a full disk."""
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError):
+            print(text, file=file, flush=True)
+
+
+# -------------------------------------------------------------------------------------------------
+# how a run ends
+
+OUT_OF_MEMORY = "out of memory"
+
+
+def main():
+    """Ends with 0; 2, and one line, for a user's mistake; 128 + its number after a signal; 1, and
+    one line with the step, for what fails later, such as another rank."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a sample may have any character
+    # Where a forward fails, so do hooks that are called always: torch says so before our line.
+    warnings.filterwarnings("ignore", message=".*``always_call=True`` raised an exception")
+    given = read_flags(sys.argv[1:])
+    if given.get("resume", "auto") != "auto" and "out_dir" not in given:
+        given["out_dir"] = str(pathlib.Path(given["resume"]).resolve().parent)
+    progress = dict(step=0, best_step=0, best_val_loss=math.inf, skipped=0, entry={}, run_id=None)
+    try:
+        status = train(given, progress)
+    except SystemExit as error:
+        refuse(str(error), 1 if progress["entry"] else 2)
+    except ModuleNotFoundError as error:
+        refuse(f"there is no {error.name}, which some of these flags need beside train.py")
+    except Exception as error:
+        if not is_explained(error):
+            traceback.print_exc()
+        leave(f"rank {os.environ.get('RANK', 0)} failed in step {progress['step']}: "
+              f"{type(error).__name__}: {one_line(error)}", 1)
+    dist.destroy_process_group()
+    # At once, since Python would end with 120 where a full disk has not taken all of the log.
+    os._exit(status)
+
+
+def refuse(text, status=2):
+    """Leave for a reason that all ranks have. The first one of a host says it, and torchrun ends
+    the others. (If only this one has failed after all, it says so after a while.)"""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+        time.sleep(5)
+    leave(text, status)
+
+
+def leave(text, status):
+    """Say in one line why the run stops, and leave at once. That closes this rank's connections, by
+    which the others come to know."""
+    if OUT_OF_MEMORY in text:
+        text += (". What takes less: a smaller --micro_batch_size, --activation_checkpointing, "
+                 "--mode zero3 on more ranks, fewer ranks on a device, or a smaller model")
+    with contextlib.suppress(OSError):  # a full disk
+        print(f"train.py: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    os._exit(status)
+
+
+def one_line(error):
+    """Its text, of which a compiler's may be very long, and the CPU's allocator has a poor one."""
+    text = " ".join(str(error).split())[:2000]
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+        asked = re.search(r"allocate (\d+) bytes", text)
+        size = f": {1e-9 * int(asked[1]):,.2f} GB more were asked for" if asked else ""
+        return OUT_OF_MEMORY + size
+    return text
+
+
+def is_explained(error):
+    """Whether error needs no traceback: memory is out; or a collective has failed, as it does where
+    another rank has died or hangs; or --deterministic asks for more than there is. Only the text
+    tells: gloo, for one, raises plain RuntimeErrors."""
+    if isinstance(error, (dist.DistError, torch.OutOfMemoryError, ConnectionError)):
+        return True
+    words = ("onnection", "imed out", "gloo", "pair closure", OUT_OF_MEMORY,
+             "deterministic implementation", "CUBLAS_WORKSPACE_CONFIG")
+    is_plain = isinstance(error, (RuntimeError, MemoryError))
+    return is_plain and any(word in one_line(error) for word in words)
 
 
 if __name__ == "__main__":
-    progress = dict(step=0, best_step=0, best_val_loss=math.inf, skipped=0, entry={}, run_id=None)
-    sys.exit(run(main, read_flags, progress))
+    main()

@@ -1,5 +1,5 @@
-"""Comm hooks for `register_comm_hook` of DDP, ours or torch's: how the gradients of a bucket are
-summed over ranks.
+"""--comm_hook: hooks for `register_comm_hook` of DDP, ours or torch's, which say how the gradients
+of a bucket are summed over ranks.
 
     model.register_comm_hook(TopKState(ratio=0.01), top_k_hook)            # sends the largest 1 %
     model.register_comm_hook(HierarchicalState(node_size=8), hierarchical_hook)    # of ddp.py
@@ -9,11 +9,49 @@ returns a Future of the bucket's mean over ranks.
 """
 
 import math
+import os
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from ddp import start_all_gather, start_all_reduce, start_reduce_scatter
+from ddp import HierarchicalState, start_all_gather, start_all_reduce, start_reduce_scatter
+
+
+def register(model, config):
+    """Give a DDP the hook of --comm_hook. Nothing is left out while the learning rate warms up."""
+    warmup = config.warmup_steps
+    if config.comm_hook == "bf16":
+        state, hook = None, default_hooks.bf16_compress_hook
+    elif config.comm_hook == "hierarchical":
+        node_size = config.node_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        state, hook = HierarchicalState(node_size), hierarchical_hook
+    elif config.comm_hook == "topk":
+        state, hook = TopKState(config.topk_ratio, None, warmup), top_k_hook
+    else:
+        start_iter = max(2, warmup)  # torch wants 2 steps at least
+        state = powerSGD_hook.PowerSGDState(None, 1, start_iter)
+        hook = powerSGD_hook.powerSGD_hook
+    model.register_comm_hook(state, hook)
+    if config.comm_hook in ("topk", "powersgd") and warmup > 0 and dist.get_rank() == 0:
+        print(f"--comm_hook {config.comm_hook} sends whole gradients until step {warmup}, while "
+              "the rate warms up: --warmup_steps 0 begins at once", flush=True)
+
+
+def residuals(model):
+    """{key: what this rank has not sent of a gradient}, of top-k, for a checkpoint."""
+    unsent = model.comm_state.residual
+    tensors = {}
+    for name, p in model.module.named_parameters():
+        tensors[f"residual.{dist.get_rank()}.{name}"] = unsent.setdefault(p, torch.zeros_like(p))
+    return tensors
+
+
+def load_residuals(model, folder):
+    """Those of a checkpoint. A rank that was not there before has none."""
+    dcp.load(residuals(model), checkpoint_id=folder,
+             planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
 
 
 def completed(value):

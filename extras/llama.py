@@ -1,17 +1,19 @@
-"""Folders that transformers opens as LlamaForCausalLM: config.json and *.safetensors.
+"""--init_from, --export_hf: folders that transformers opens as LlamaForCausalLM, of config.json and
+*.safetensors.
 
 Replaces from_pretrained() and save_pretrained() for model.py's GPT. The package safetensors is
 imported where it is used: nothing else here needs it.
 """
 
-import datetime
+import functools
 import json
+import os
 import pathlib
 
 import torch
 import torch.distributed as dist
 
-from extras.ranks import on_rank_0
+from train import on_rank_0
 
 # GPTConfig's names and Llama's.
 LLAMA_SIZES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_embd": "hidden_size",
@@ -61,9 +63,11 @@ def write_llama(folder, tensors, config, end_token):
     pathlib.Path(folder, "config.json").write_text(json.dumps(llama, indent=1))
 
 
-def read_llama_config(folder):
-    """Options of GPTConfig from a folder's config.json. Raises OSError, and ValueError on what this
-    model cannot be."""
+def read_sizes(folder):
+    """Options of GPTConfig from a folder's config.json. Refuses what this model cannot be."""
+    if not os.path.isdir(folder):
+        raise SystemExit(f"--init_from {folder} is no folder of a Llama; to go on with a run of "
+                         "this program: --resume auto")
     path = pathlib.Path(folder, "config.json")
     try:
         llama = {"tie_word_embeddings": False, "num_key_value_heads": None,
@@ -78,14 +82,14 @@ def read_llama_config(folder):
             if given.get(name) not in (None, value):
                 raise ValueError(f"{name} is {given[name]}, but this model only has {value}")
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from error
+        raise SystemExit(f"{path}: {type(error).__name__}: {error}") from error
     return found
 
 
 @torch.no_grad()
 def read_llama_weights(model, folder):
     """Copy a folder's weights into all parameters of model that are not on meta; of the others only
-    names and shapes are read. Raises ValueError where one is missing or misshapen."""
+    names and shapes are read. Refuses where one is missing or misshapen."""
     from safetensors import SafetensorError, safe_open
 
     files = {}  # Llama's name -> the open file that has it; tensors are read one by one
@@ -93,14 +97,22 @@ def read_llama_weights(model, folder):
         try:
             file = safe_open(path, "pt")
         except SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
+            raise SystemExit(f"{path} is damaged: {error}") from error
         files |= dict.fromkeys(file.keys(), file)
     for name, rows in llama_views(model.config, dict(model.named_parameters())).items():
         shape = files[name].get_slice(name).get_shape() if name in files else "missing"
         if shape != list(rows.shape):
-            raise ValueError(f"{folder}: {name} is {shape} in *.safetensors, not {[*rows.shape]}")
+            raise SystemExit(f"{folder}: {name} is {shape} in *.safetensors, not {[*rows.shape]}")
         if not rows.is_meta:
             rows.copy_(files[name].get_tensor(name))
+
+
+def begin_with(gpt, folder):
+    """Give gpt the weights of a folder. What is on meta is only compared: ZeRO's wrapper calls
+    init_weights() later, and takes what rank 0 has then."""
+    read = functools.partial(read_llama_weights, gpt, folder)
+    read()
+    gpt.init_weights = read if dist.get_rank() == 0 else lambda: None
 
 
 def export(model, config, folder, end_token):
@@ -110,6 +122,4 @@ def export(model, config, folder, end_token):
     for name, p in model.full_parameters():
         if dist.get_rank() == 0:
             whole[name] = p.to("cpu", copy=True)
-    # The others wait in a collective, and that may take longer than --timeout_s.
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(days=1))
     on_rank_0(write_llama, folder, whole, config, end_token)
