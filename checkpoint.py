@@ -93,38 +93,36 @@ def sharded_state(model: nn.Module,
     Raises ValueError where an optimizer has parameters that are none of the model's, and where
     state cannot be divided as its parameter is.
     """
+    pieces = [*parts(model)]
+    own = {p for _, p, _, _ in pieces}
     state_of = {}  # {parameter: {kind: value}}
     for optimizer in optimizers:
         # Torch's ZeroRedundancyOptimizer has another one inside, over what this rank updates.
         optimizer = getattr(optimizer, "optim", optimizer)
-        make_missing_state(optimizer)
         for group in optimizer.param_groups:
             for p in group["params"]:
-                state_of[p] = optimizer.state.get(p, {})
+                if p not in own:
+                    raise ValueError(f"an optimizer has a parameter of shape {[*p.shape]} that is "
+                                     "none of the model's: make it of model.parameters(), after "
+                                     "the model was wrapped")
+                state_of[p] = state_in(optimizer, group, p)
     found = {}
-    for name, p, first, whole in parts(model):
-        values = {"model": p, **state_of.pop(p, {})}
+    for name, p, first, whole in pieces:
         n = local(p).numel()
         if n == 0:
             continue  # so Adam's step of a rank that owns nothing, which stays 0, is left out
-        for kind, t in values.items():
-            if t is None:
-                continue
+        for kind, t in {"model": p, **state_of.get(p, {})}.items():
             if not isinstance(t, torch.Tensor):
                 raise ValueError(f"{kind} of {name} is {t!r}: a checkpoint takes tensors alone")
-            t = in_order_of_memory(local(t), f"{kind} of {name}").as_subclass(Slice)
-            is_like_p = values[kind].dim() == p.dim() and t.numel() == n
-            if is_like_p:
-                t.first, t.whole = first, whole
-            elif n == whole or t.numel() == 1:  # a count of steps, or Adafactor's rows
-                t.first, t.whole = 0, t.numel()
+            flat = in_order_of_memory(local(t), f"{kind} of {name}").as_subclass(Slice)
+            if t.dim() == p.dim() and len(flat) == n:
+                flat.first, flat.whole = first, whole
+            elif n == whole or len(flat) == 1:  # Adafactor's rows; a count of steps
+                flat.first, flat.whole = 0, len(flat)
             else:
                 raise ValueError(f"{kind} of {name} cannot be divided among ranks: its shape is "
-                                 f"{[*values[kind].shape]}, and that of the shard {[*p.shape]}")
-            found[f"{kind}.{name}"] = t
-    if state_of:
-        raise ValueError(f"{len(state_of)} parameters of the optimizer are none of the model's: "
-                         "make it after the model was wrapped, of model.parameters()")
+                                 f"{[*t.shape]}, and that of the shard {[*p.shape]}")
+            found[f"{kind}.{name}"] = flat
     return found
 
 
@@ -132,15 +130,21 @@ def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
     """Yield (name, what this rank has of the parameter, the first element of it, how many elements
     the whole has), of all parameters of a model."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    # Of ours: where parameters are in buckets. In a stage a slot has the layout of a shard, too.
+    slots = {slot.fqn: slot for slot in getattr(model, "_slots", {}).values()}
     is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
-    is_wrapped = is_torchs or hasattr(model, "full_parameters")  # which all of ours have
+    is_wrapped = is_torchs or len(slots) > 0 or hasattr(model, "full_parameters")
     bare = dict((model.module if is_wrapped else model).named_parameters())
     shards = dict(model.named_parameters())
-    starts = model.shard_starts() if hasattr(model, "shard_starts") else {}
     prefix = "" if shards.keys() == bare.keys() else "module."  # of DDP, torch's and ours
     for bare_name, whole in bare.items():
         p = shards[prefix + bare_name]
-        first = starts.get(bare_name, 0)
+        first, strides = 0, whole.stride()
+        if bare_name in slots:
+            slot = slots[bare_name]
+            strides = slot.strides
+            if slot.layout is not None:
+                first, _ = slot.bucket.shard_range(slot)
         if "_fsdp_wrapped_module" in bare_name:
             raise ValueError("FullyShardedDataParallel has no parameters by name: take fully_shard")
         if isinstance(p, dist.tensor.DTensor) and local(p).numel() > 0:
@@ -149,21 +153,23 @@ def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
                 raise ValueError(f"{bare_name} is divided by another dimension than the first")
             first = sum(offset * stride for offset, stride in zip(chunk.offsets, p.stride()))
         name = bare_name.replace("_orig_mod.", "")
-        order = [d for d in by_stride(whole) if whole.size(d) > 1]
-        if order != sorted(order):  # as channels_last: what is flat has another order
+        # A shard lies in memory as the whole does. If that is not row after row, as in
+        # channels_last, the key says so: what has another order must not read it.
+        order = [d for d in by_stride(strides) if whole.size(d) > 1]
+        if order != sorted(order):
             name += f", dimensions in order {order}"
         yield name, p, first, whole.numel()
 
 
-def by_stride(t):
-    """Its dimensions, the one with the longest stride first."""
-    return sorted(range(t.dim()), key=t.stride, reverse=True)
+def by_stride(strides):
+    """The dimensions, the one with the longest stride first."""
+    return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
 
 
 def in_order_of_memory(t, name):
-    """All elements of t, (n,), in the memory that they have: in this order shards are cut."""
+    """All elements of t, (n,), in the memory that they have."""
     try:
-        return t.detach().permute(by_stride(t)).view(-1)
+        return t.detach().permute(by_stride(t.stride())).view(-1)
     except RuntimeError as error:
         raise ValueError(f"{name} has gaps in its memory: strides {t.stride()} of shape "
                          f"{[*t.shape]}") from error
@@ -174,17 +180,17 @@ def local(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if isinstance(t, dist.tensor.DTensor) else t
 
 
-def make_missing_state(optimizer):
-    """Give each trained parameter without state, as before the first step, what it would begin
-    with: then a checkpoint has the same keys whenever it is written or read."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad and not optimizer.state.get(p):
-                try:
-                    optimizer.state[p] = state_before_first_step(type(optimizer), group, p)
-                except (TypeError, KeyError, RuntimeError) as error:
-                    raise ValueError(f"{type(optimizer).__name__} makes its state in its first "
-                                     f"step alone: step first ({error})") from error
+def state_in(optimizer, group, p):
+    """{kind: value} that an optimizer has of p. If it has none, as before its first step, it is
+    made: then a checkpoint has the same keys whenever it is written or read."""
+    if p.requires_grad and not optimizer.state.get(p):
+        kind = type(optimizer)
+        try:
+            optimizer.state[p] = state_before_first_step(kind, group, p)
+        except (TypeError, KeyError, RuntimeError) as error:
+            raise ValueError(f"{kind.__name__} makes its state in its first step alone: step "
+                             f"first ({error})") from error
+    return optimizer.state.get(p, {})
 
 
 def state_before_first_step(kind, group, p):

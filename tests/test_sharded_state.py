@@ -1,0 +1,323 @@
+"""checkpoint.sharded_state: what any wrapper at any world size has saved, any other one loads."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from checkpoint import sharded_state
+from ddp import DDP, PlainDDP
+from oracle import average_gradients
+from tests.common import raises
+from tests.params import full
+from verify import adamw, fresh, fsdp2, gather, is_ours, same_bits, zoo_loss
+from zero import PlainZero2, Zero1, Zero2, Zero3
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def muon(parameters):
+    return torch.optim.Muon(parameters, lr=0.02)
+
+
+WRAPPERS = {
+    "plain": lambda module, matrices: module,
+    "ddp": lambda module, matrices: DDP(module),
+    "torch_ddp": lambda module, matrices: DistributedDataParallel(module),
+    "fsdp2": lambda module, matrices: fsdp2(module),
+    "zero1": lambda module, matrices: Zero1(module, uncut=matrices),
+    "zero2": lambda module, matrices: Zero2(module, uncut=matrices),
+    "zero3": lambda module, matrices: Zero3(module, uncut=matrices),
+    "zero2_plain": lambda module, matrices: PlainZero2(module),
+    "ddp_plain": lambda module, matrices: PlainDDP(module),
+    "zero3_alone": lambda module, matrices: Zero3(module, uncut=matrices, shard_size=1),
+    "zero3_offloaded": lambda module, matrices: Zero3(module, uncut=matrices, offload=True)}
+
+
+def build(wrapper, optimizer):
+    """A small GPT in a wrapper, and its optimizers: AdamW or SGD for all, or Muon for the matrices
+    of blocks and AdamW for the rest."""
+    module = fresh("gpt")
+    matrices = []
+    if optimizer == "muon":
+        matrices = [p for name, p in module.named_parameters() if takes_muon(name, p)]
+    model = WRAPPERS[wrapper](module, matrices)
+    if is_ours(model):
+        model.set_gradient_divide_factor(1)
+    if optimizer == "adamw":
+        return model, [adamw(model.parameters())]
+    if optimizer == "sgd":
+        return model, [sgd(model.parameters())]
+    for_muon, others = [], []
+    for name, p in model.named_parameters():
+        group = for_muon if takes_muon(name, p) else others
+        group.append(p)
+    return model, [adamw(others), muon(for_muon)]
+
+
+def takes_muon(name, p):
+    return "blocks." in name and p.dim() == 2
+
+
+def train(model, optimizers, steps, n):
+    """Make steps of n micro batches, of which each rank has an equal share."""
+    W = dist.get_world_size()
+    for step in steps:
+        for number in range(dist.get_rank(), n, W):
+            zoo_loss(model, step, number).backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(1 / n if is_ours(model) else W / n)  # others take the mean over ranks
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def whole_weights(model):
+    """{name: whole parameter}, of what `WRAPPERS` has."""
+    if hasattr(model, "full_parameters"):
+        return {name: p.clone() for name, p in model.full_parameters()}
+    found = {}
+    for name, p in model.named_parameters():
+        p = p.detach()
+        found[name.removeprefix("module.")] = p.full_tensor() if hasattr(p, "full_tensor") else p
+    return found
+
+
+def leg(wrapper, optimizer, folder, begins, steps, n):
+    """On each rank: go on from folder, unless this is the first leg, make steps, save."""
+    model, optimizers = build(wrapper, optimizer)
+    if not begins:
+        dcp.load(sharded_state(model, *optimizers), checkpoint_id=folder)
+    train(model, optimizers, steps, n)
+    dcp.save(sharded_state(model, *optimizers), checkpoint_id=folder)
+    weights = whole_weights(model)
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{folder}.pt")
+
+
+def unbroken(optimizer, folder, ns):
+    """A plain module in one process makes all steps."""
+    model, optimizers = build("plain", optimizer)
+    for step, n in enumerate(ns):
+        train(model, optimizers, [step], n)
+    torch.save(whole_weights(model), f"{folder}.pt")
+
+
+# The one that saves after two steps, on 4 ranks, and where the run goes on for two more.
+JOURNEYS = [("zero3", "zero1", 2), ("zero3", "ddp", 2), ("zero3", "plain", 1)]
+OTHERS = [("plain", "zero3", 3), ("ddp", "zero2", 2), ("zero1", "torch_ddp", 2),
+          ("zero2", "zero3", 1), ("torch_ddp", "zero3", 3), ("fsdp2", "zero3", 2), ("zero3", "fsdp2", 2),
+          ("zero3_alone", "zero2", 3), ("zero2_plain", "zero3_alone", 2),
+          ("zero3_offloaded", "ddp", 2), ("zero1", "zero3_offloaded", 2), ("ddp", "plain", 1),
+          ("ddp_plain", "zero1", 2), ("zero2_plain", "ddp_plain", 2)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("first, second, n_ranks", [*JOURNEYS, *(full(*j) for j in OTHERS)])
+def test_any_wrapper_reads_another(first, second, n_ranks, optimizer, groups, tmp_path):
+    """Saved after two steps on 4 ranks, loaded on others: the weights after two more are those of a
+    plain module that never stopped, to the bit."""
+    if optimizer == "muon" and {"fsdp2", "zero2_plain"} & {first, second}:
+        pytest.skip("this wrapper cuts matrices, and Muon needs whole ones")
+    folder = tmp_path / "saved"
+    # On more than two ranks torch's add in an order of their own.
+    n_first = dict(plain=1, torch_ddp=2, fsdp2=2).get(first, 4)
+    options = dict(optimizer=optimizer, folder=str(folder))
+    groups.run(leg, dict(options, wrapper=first, begins=True, steps=[0, 1], n=n_first),
+               n_first, 60)
+    groups.run(leg, dict(options, wrapper=second, begins=False, steps=[2, 3], n=n_ranks), n_ranks,
+               60)
+    found = torch.load(f"{folder}.pt")
+    groups.run(unbroken, dict(options, ns=[n_first, n_first, n_ranks, n_ranks]), 1, 60)
+    same_bits(torch.load(f"{folder}.pt"), found)
+
+
+FIRST_STEPS = [adamw, sgd, muon, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
+               torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.Rprop,
+               torch.optim.ASGD, partial(torch.optim.Adam, amsgrad=True)]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kind", FIRST_STEPS, ids=lambda kind: getattr(kind, "__name__", "amsgrad"))
+def test_state_begins_as_it_would(kind):
+    """State that sharded_state makes before the first step changes no bit of that step, or of the
+    next one: a run may save whenever it likes."""
+    ends = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        module = nn.Linear(5, 3, bias=False)
+        optimizer = kind(module.parameters())
+        if saves:
+            kinds = {key.partition(".")[0] for key in sharded_state(module, optimizer)}
+            assert len(kinds) > 1, "no state"
+        for step in range(3):
+            module(torch.randn(2, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(dict(module.named_parameters()))
+    same_bits(*ends)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3", "torch_ddp", "fsdp2", "plain"])
+def test_it_is_the_memory_that_is_trained(wrapper):
+    """What is written to the tensors is in the model and the optimizer. Names are those of the bare
+    module, in every wrapper; each rank has a part, and together they have all, once or W times."""
+    model, [optimizer] = build(wrapper, "adamw")
+    train(model, [optimizer], [0], 2)
+    tensors = sharded_state(model, optimizer)
+    names = {key.partition(".")[2] for keys in gather([*tensors]) for key in keys}
+    assert names == {name for name, _ in fresh("gpt").named_parameters()}
+    wholes = {key: t.numel() for key, t in sharded_state(fresh("gpt"),
+                                                        adamw([])).items()}
+    counts = {}
+    for held in gather({key: t.numel() for key, t in tensors.items() if key[:6] == "model."}):
+        for key, n in held.items():
+            counts[key] = counts.get(key, 0) + n
+    times = 1 if wrapper in ("zero1", "zero3", "fsdp2") else 2
+    assert counts == {key: times * n for key, n in wholes.items()}, counts
+    for t in tensors.values():
+        t.__get_tensor_shard__(None).fill_(0.25)
+    for p in model.parameters():
+        values = [p.detach(), *optimizer.state[p].values()]
+        for t in values:
+            t = t.to_local() if hasattr(t, "to_local") else t
+            assert t.numel() == 0 or p.numel() == 0 or (t == 0.25).all()
+
+
+@pytest.mark.ranks(2, 3)
+def test_torchs_stage_1_is_read():
+    """A ZeroRedundancyOptimizer has state of a part of the parameters: each rank saves its own."""
+    model = DistributedDataParallel(fresh("gpt"))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
+    mine = len([key for key in sharded_state(model, optimizer) if key.startswith("exp_avg.")])
+    n_all = len([*model.parameters()])
+    assert sum(gather(mine)) == n_all and mine < n_all
+
+
+class Scalar(nn.Module):
+    """Parameters without a dimension, of one element, and in channels_last."""
+
+    def __init__(self, memory_format):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.one = nn.Parameter(torch.ones(1))
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.to(memory_format=memory_format)
+
+
+def save_or_load_scalar(folder, wrapper, memory_format, saves):
+    torch.manual_seed(0 if saves else 1)
+    module = Scalar(memory_format)
+    expected = {name: p.clone() for name, p in module.named_parameters()}
+    model = wrapper(module)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tensors = sharded_state(model, optimizer)
+    if saves:
+        dcp.save(tensors, checkpoint_id=folder)
+        if dist.get_rank() == 0:
+            torch.save(expected, f"{folder}.pt")
+        return
+    dcp.load(tensors, checkpoint_id=folder)
+    found = {name: p.clone() for name, p in model.full_parameters()}
+    same_bits(torch.load(f"{folder}.pt"), found)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last],
+                         ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("first, second", [(Zero3, DDP), (DDP, Zero2), (Zero2, Zero3)])
+def test_odd_parameters_are_read(first, second, memory_format, groups, tmp_path):
+    """Between wrappers and world sizes. One that lies in memory in another order is not taken for
+    it: torch says that its key is missing."""
+    options = dict(folder=str(tmp_path / "saved"), memory_format=memory_format)
+    groups.run(save_or_load_scalar, dict(options, wrapper=first, saves=True), 3, 60)
+    groups.run(save_or_load_scalar, dict(options, wrapper=second, saves=False), 2, 60)
+    other = torch.channels_last if memory_format == torch.contiguous_format else (
+        torch.contiguous_format)
+    options.update(memory_format=other, wrapper=second, saves=False)
+    with pytest.raises(AssertionError, match="conv.weight"):
+        groups.run(save_or_load_scalar, options, 2, 60)
+
+
+class Counting(torch.optim.SGD):
+    """Its state has a number of Python's."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["n_steps"] = 1
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_be_saved_is_refused():
+    """By name, before anything is sent: parameters of another model, state that is no tensor, or
+    has a shape of its own though the parameter is cut; parameters that have gaps in their memory;
+    torch's first FSDP."""
+    module = fresh("gpt")
+    early = adamw(module.parameters())
+    model = Zero3(module)
+    raises(ValueError, "a parameter of shape .* that is none of the model's", sharded_state, model,
+           early)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    raises(ValueError, "n_steps of .* is 1: a checkpoint takes tensors", sharded_state, model,
+           optimizer)
+    optimizer = adamw(model.parameters())
+    sharded_state(model, optimizer)
+    for p in model.parameters():
+        if p.dim() == 2 and p.numel() > 2:
+            optimizer.state[p]["rows"] = torch.zeros(2)
+    raises(ValueError, "rows of .* cannot be divided among ranks: its shape is", sharded_state,
+           model, optimizer)
+    module = fresh("gpt")
+    raises(ValueError, "LBFGS makes its state in its first step", sharded_state, module,
+           torch.optim.LBFGS(module.parameters()))
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(torch.zeros(4, 6)[:, :4])
+    raises(ValueError, "weight has gaps in its memory", sharded_state, module)
+    module = nn.Linear(4, 4)
+    wrapped = FullyShardedDataParallel(nn.Sequential(module), device_id=torch.device("cpu"))
+    raises(ValueError, "take fully_shard", sharded_state, wrapped)
+
+
+@pytest.mark.ranks(2)
+def test_other_dimensions_are_refused():
+    """fully_shard can divide by another dimension than the first one: no slice of what is flat."""
+    module = nn.Linear(8, 8)
+    mesh = dist.DeviceMesh("cpu", range(2))
+    fully_shard(module, mesh=mesh, shard_placement_fn=last_dimension)
+    raises(ValueError, "weight is divided by another dimension", sharded_state, module)
+
+
+def last_dimension(p):
+    return dist.tensor.Shard(p.dim() - 1)
+
+
+@pytest.mark.ranks(2)
+def test_names_are_those_of_the_bare_module():
+    """Also where it has a child named module, or torch.compile has wrapped something."""
+    class Tricky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(2, 2, bias=False)
+            self.x = nn.Parameter(torch.ones(2))
+
+    for wrap in (lambda m: m, DDP, Zero1, Zero3, DistributedDataParallel):
+        found = gather([*sharded_state(wrap(Tricky()))])
+        assert {key for keys in found for key in keys} == {"model.module.weight", "model.x"}, found
+    compiled = torch.compile(nn.Linear(2, 2))
+    assert {*sharded_state(compiled)} == {"model.weight", "model.bias"}
+    assert {*sharded_state(DDP(compiled))} == {"model.weight", "model.bias"}
+    average_gradients(compiled)  # nothing was spoiled
+    assert not any(re.search("nan", repr(t)) or math.isnan(t.sum()) for t in compiled.parameters())
