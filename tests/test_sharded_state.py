@@ -117,7 +117,8 @@ def unbroken(optimizer, folder, ns):
 # The one that saves after two steps, on 4 ranks, and where the run goes on for two more.
 JOURNEYS = [("zero3", "zero1", 2), ("zero3", "ddp", 2), ("zero3", "plain", 1)]
 OTHERS = [("plain", "zero3", 3), ("ddp", "zero2", 2), ("zero1", "torch_ddp", 2),
-          ("zero2", "zero3", 1), ("torch_ddp", "zero3", 3), ("fsdp2", "zero3", 2), ("zero3", "fsdp2", 2),
+          ("zero2", "zero3", 1), ("torch_ddp", "zero3", 3), ("fsdp2", "zero3", 2),
+          ("zero3", "fsdp2", 2),
           ("zero3_alone", "zero2", 3), ("zero2_plain", "zero3_alone", 2),
           ("zero3_offloaded", "ddp", 2), ("zero1", "zero3_offloaded", 2), ("ddp", "plain", 1),
           ("ddp_plain", "zero1", 2), ("zero2_plain", "ddp_plain", 2)]
