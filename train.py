@@ -517,7 +517,10 @@ def take_and_find(start, lock, out_dir):
     for folder in folders:
         problem = problem_of(folder)
         if problem is None:
-            return folder, read_record(folder)
+            record = read_record(folder)
+            if "flags" not in record:
+                raise SystemExit(f"{folder} was written by an earlier version of train.py")
+            return folder, record
         if folder == folders[-1]:
             raise SystemExit(f"--resume {start.resume}: {folder} {problem}")
         say(f"train.py: {folder} {problem}; falling back to the checkpoint before", sys.stderr)
@@ -545,8 +548,6 @@ def check_facts(folder, record, facts, config):
     """Refuse a checkpoint that is of another run, or beyond this one; record: None without one."""
     if record is None:
         return
-    if "flags" not in record:
-        raise SystemExit(f"{folder} was written by an earlier version of train.py")
     for name, value in facts.items():
         if record["facts"][name] != value:
             raise SystemExit(f"{folder} has {name} {record['facts'][name]}, and this run {value}")
