@@ -219,7 +219,8 @@ def read_flags(argv):
     given, unknown = parser.parse_known_args(argv)
     for word in unknown:
         similar = difflib.get_close_matches(word.partition("=")[0], names, n=2)
-        refuse(f"there is no flag {word}; --help lists all, such as {' '.join(similar)}")
+        such_as = f", such as {' '.join(similar)}" if similar else ""
+        refuse(f"there is no flag {word}; --help lists all{such_as}")
     return vars(given)
 
 
