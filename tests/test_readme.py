@@ -21,7 +21,6 @@ import torch.nn as nn
 from ddp import DDP
 from tests.params import full, ROOT, slug
 from tests.runs import finish, run_alone, run_train
-from checkpoint import Slice
 from verify import gather, PROOF, rows_of, STAGES
 
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -77,7 +76,7 @@ def test_readme_commands_run(page, package, tmp_path):
 def test_readme_own_loop_runs(tmp_path):
     """The example of one's own module, and the same with Muon."""
     [own] = blocks_of("README", "python")
-    _, muon, _ = blocks_of("using", "python")
+    _, muon = blocks_of("using", "python")
     with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
     with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
     with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
@@ -120,7 +119,7 @@ def test_using_has_one_hash(tmp_path):
     """The loop with one hash at every W has it, in own.py on 1, 2 and 4 ranks; so has a plain loop
     of one process."""
     [own] = blocks_of("README", "python")
-    loop, _, _ = blocks_of("using", "python")
+    loop, _ = blocks_of("using", "python")
     begin, end = own.index("    for step in range(100)"), own.index("    print(")
     hashed = "print('hash', [t.numpy().tobytes().hex() for _, t in model.full_parameters()])"
     script = f"from ddp import clip_gradients_\n{own[:begin]}{loop}    {hashed}\n{own[end:]}"
@@ -145,40 +144,46 @@ def run_own(folder, W):
     runpy.run_path(f"{folder}/own.py", run_name="__main__")
 
 
-@pytest.mark.ranks(2)
-def test_using_saves_and_loads(tmp_path):
-    """What using.md's checkpoints of one's own save from Zero3 Zero1 loads, and goes on alike; a
-    part is frozen."""
-    [code] = [block for block in blocks_of("using", "py") if "dcp.save" in block]
-    _, _, function = blocks_of("using", "python")
-    begin = code.index("for p in model.parameters()")
-    names = {"torch": torch, "Slice": Slice}
-    exec(function + code[:code.index("dcp.save")], names)
-    folder = gather(str(tmp_path))[0]
+def use_using(folder, stage, begins):
+    """On each rank: a model in a stage makes a step, and is saved by the lines of using.md; or is
+    loaded by them. Then another step -> none; rank 0 keeps the weights."""
+    [code] = [block for block in blocks_of("using", "py") if "dcp.load" in block]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
+    net[1].requires_grad_(False)
+    model = net if stage is None else STAGES[stage](net, units=list(net))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
+    code = code.replace('"saved"', repr(f"{folder}/saved"))
+    names = dict(model=model, optimizer=optimizer)
+    imports, save, load = re.split(r"^(?=dcp\.)", code, flags=re.MULTILINE)
+    exec(imports, names)
+    if begins:
+        step_alike(model, optimizer)
+        exec(save, names)
+    else:
+        exec(load, names)
+    step_alike(model, optimizer)
+    found = net.state_dict() if stage is None else model.full_state_dict()
+    if dist.get_rank() == 0:
+        torch.save(found, f"{folder}/{stage}.pt")
 
-    def made(stage):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
-        net[1].requires_grad_(False)
-        model = stage(net, units=list(net))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
 
-    def step(model, optimizer):
-        model(torch.full((2, 3), 1.0 + dist.get_rank())).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def step_alike(model, optimizer):
+    """The same gradient on every rank, of two powers of two: so their mean has no rounding."""
+    model(torch.full((2, 3), 0.5)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
-    model, optimizer = made(STAGES["zero3"])
-    step(model, optimizer)
-    names.update(model=model, optimizer=optimizer)
-    exec(code[:begin].replace('"saved"', repr(f"{folder}/saved")), names)
-    step(model, optimizer)
-    other, other_optimizer = made(STAGES["zero1"])
-    names.update(model=other, optimizer=other_optimizer)
-    exec(code[begin:].replace('"saved"', repr(f"{folder}/saved")), names)
-    step(other, other_optimizer)
-    for name, value in model.full_state_dict().items():
-        assert torch.equal(value, other.full_state_dict()[name]), name
+
+def test_using_saves_and_loads(groups, tmp_path):
+    """What using.md's lines save from Zero3 on 4 ranks Zero1 loads on 2, and a plain module in one
+    process, and they go on alike; a part is frozen."""
+    groups.run(use_using, dict(folder=str(tmp_path), stage="zero3", begins=True), 4, 60)
+    expected = torch.load(tmp_path / "zero3.pt")
+    for stage, W in (("zero1", 2), (None, 1)):
+        groups.run(use_using, dict(folder=str(tmp_path), stage=stage, begins=False), W, 60)
+        for name, value in torch.load(tmp_path / f"{stage}.pt").items():
+            assert torch.equal(value, expected[name]), f"{name} in {stage}"
 
 
 class ThreeParameters(nn.Module):
