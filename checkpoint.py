@@ -363,13 +363,15 @@ class Metrics:
 
 class Lock:
     """The right to write in out_dir, which one process has at a time. The kernel holds it, and lets
-    it go when the process ends, however that ends. The file .lock says whose it is."""
+    it go when the process ends, however that ends. The file .lock says whose it is.
+
+    facts: what the holder writes: host, pid, step; and has_begun: whether what lies in out_dir is
+    of its run, or of one that the same parent on the same host, a torchrun, has started before.
+    """
 
     def __init__(self, out_dir: pathlib.Path):
         self.path = out_dir / ".lock"
-        self.facts = dict(host=socket.gethostname(), pid=os.getpid(), parent=os.getppid(), step=0,
-                          has_begun=False)
-        self.facts_before = {}  # what the last holder has written
+        self.facts = dict(host=socket.gethostname(), parent=os.getppid(), pid=os.getpid())
 
     def take(self, wait_s: float) -> str | None:
         """Take it, or wait for it that long -> a line where the file system has no such locks, else
@@ -387,8 +389,9 @@ class Lock:
                 time.sleep(0.1)
             except OSError as error:
                 problem = f"{self.path}: {error.strerror}: so other runs may write there, too"
-        self.facts_before = self.holder()
-        self.sign(step=0)
+        before = self.holder()
+        is_restart = all(before.get(name) == self.facts[name] for name in ("host", "parent"))
+        self.sign(step=0, has_begun=is_restart and before.get("has_begun", False))
         os.fsync(self.file)
         return problem
 
@@ -404,15 +407,8 @@ class Lock:
             return json.loads(self.path.read_text())
         return {}
 
-    def sign(self, step: int, **facts) -> None:
-        """The holder: write who it is, and the step after which it is."""
-        self.facts |= dict(facts, step=step)
+    def sign(self, **facts) -> None:
+        """The holder: write who it is, and what has changed since, such as the step."""
+        self.facts |= facts
         with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self.file, json.dumps(self.facts).ljust(300).encode(), 0)
-
-    def is_restart(self) -> bool:
-        """Whether the last holder had begun its run, and had this one's parent, which then is a
-        torchrun that starts it again. If not, what lies in out_dir is of an earlier run."""
-        before = self.facts_before
-        is_same = all(before.get(name) == self.facts[name] for name in ("host", "parent"))
-        return is_same and before.get("has_begun", False)

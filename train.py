@@ -388,7 +388,7 @@ def prepare(given, progress):
     model = wrap(gpt, config, device)
     optimizers = make_optimizers(model, config)
     scaler = make_scaler(config, device)
-    progress["run_id"] = from_rank_0(os.urandom(8).hex())
+    progress["run_id"] = os.urandom(8).hex()
     peak = introduce(gpt, len(tokens), config, device)
     run = Run(config, device, out_dir, lock, tokenizer, gpt, model, optimizers, scaler, tokens,
               val_tokens, facts, progress, peak, collections.deque(maxlen=100))
@@ -434,7 +434,7 @@ def loop(run):
             for watch in watchers:
                 watch(progress["entry"])
             if metrics is not None:
-                run.lock.sign(step)
+                run.lock.sign(step=step)
 
             # write a checkpoint, on all ranks, and stop where one of them was told to; skipped
             # steps must not push out the checkpoints before them, but the last one counts
@@ -503,18 +503,18 @@ def take_and_find(start, lock, out_dir):
     says, once it has begun: what lies in out_dir before that is of an earlier run.
     """
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    is_auto = start.resume == "auto"
+    named = []
+    if start.resume is not None and not is_auto:
+        named.append(pathlib.Path(start.resume).resolve())
     if not start.eval_only:
         out_dir.mkdir(parents=True, exist_ok=True)
-        waits = start.resume is not None or is_restart
-        problem = lock.take(start.timeout_s if waits else 0)
+        goes_on_here = is_auto or is_restart or out_dir in [folder.parent for folder in named]
+        problem = lock.take(start.timeout_s if goes_on_here else 0)
         if problem is not None:
             say(f"train.py: {problem}", sys.stderr)
-        is_restart = is_restart and lock.is_restart()
-    folders = []
-    if start.resume == "auto" or is_restart:
-        folders += newest_first(out_dir)
-    if start.resume not in (None, "auto"):
-        folders.append(pathlib.Path(start.resume).resolve())
+        is_restart = is_restart and lock.facts["has_begun"]
+    folders = newest_first(out_dir) + named if is_auto or is_restart else named
     for folder in folders:
         problem = problem_of(folder)
         if problem is None:
@@ -528,7 +528,7 @@ def take_and_find(start, lock, out_dir):
     if start.eval_only and start.init_from is None:
         raise SystemExit(f"--eval_only: there is no checkpoint in {out_dir}: --resume PATH names "
                          "one, such as out/best")
-    if start.resume == "auto":
+    if is_auto:
         say(f"no checkpoint in {out_dir}: a new run begins")
     return None, None
 
@@ -566,7 +566,7 @@ def begin(lock, folder, record):
     moved = rewind(out_dir, step, best_step)
     if moved is not None:
         say(moved)
-    lock.sign(step, has_begun=True)
+    lock.sign(step=step, has_begun=True)
 
 
 def load(run, folder, record):
@@ -606,28 +606,29 @@ def save(run, metrics, best):
     if config.comm_hook == "topk":
         from extras import comm_hooks
         tensors |= comm_hooks.residuals(run.model)
+    problem = None
     try:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(hidden(folder)))
-        on_rank_0(publish_with_metrics, folder, record, metrics)
-        progress |= best
-        run.saved = True
+        dcp.save(tensors, checkpoint_id=hidden(folder))
+        on_rank_0(publish_and_tidy, folder, record, metrics)
     except (dcp.CheckpointException, SystemExit) as error:
-        say(f"train.py: step {progress['step']}: the checkpoint failed, earlier ones are as they "
-            f"were: {last_line(error)} (is the disk full, or gone?)", sys.stderr)
+        problem = last_line(error)
+    run.saved = from_rank_0(folder.exists())
+    if run.saved:
+        progress |= best
+    else:
         on_rank_0(shutil.rmtree, hidden(folder), True)
-        run.saved = False
-        return
-    try:
-        on_rank_0(tidy, run.out_dir, progress["best_step"], config.keep_last)
-    except SystemExit as error:
-        say(f"train.py: step {progress['step']}: older checkpoints are not tidied up: {error}",
-            sys.stderr)
+    if problem is not None:
+        what = "is there, but older ones are not tidied up" if run.saved else (
+            "failed, earlier ones are as they were")
+        say(f"train.py: step {progress['step']}: the checkpoint {what}: {problem} (is the disk "
+            "full, or gone?)", sys.stderr)
 
 
-def publish_with_metrics(folder, record, metrics):
+def publish_and_tidy(folder, record, metrics):
     """Rank 0: a run that resumes keeps the metrics up to there, so they must be on disk before."""
     metrics.sync()
     publish(folder, record)
+    tidy(folder.parent, record["best_step"], record["flags"]["keep_last"])
 
 
 def last_line(error):
@@ -668,9 +669,8 @@ def train_step(model, optimizers, scaler, batches, signals, config):
     for optimizer in optimizers:
         optimizer.zero_grad(set_to_none=True)
     for micro_step, (x, y) in enumerate(batches, start=1):
-        device = x.device
         with exchanging(model, config, is_last=micro_step == n):
-            with autocast(config.dtype, device):
+            with autocast(config.dtype, x.device):
                 _, loss = model(x, y)
             scaler.scale(loss).backward()  # not loss / n, which would round
         losses.append(loss.detach())
@@ -678,6 +678,7 @@ def train_step(model, optimizers, scaler, batches, signals, config):
         model.average_gradients()
 
     # take the mean of n W micro batches and clip it, on all ranks by the same factor
+    device = loss.device
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
@@ -1010,7 +1011,8 @@ def bytes_per_param(model, gpt, optimizers):
 def result_of(run):
     """What the last line of a run says. Times are medians of the last steps that this process made,
     None if it made none; memory is the most that any rank has held so far. A collective."""
-    entry, recent = run.progress["entry"], run.recent
+    recent = run.recent
+    entry = {} if run.config.eval_only else run.progress["entry"]
     n_bytes = bytes_per_param(run.model, run.gpt, run.optimizers) if recent else None
     result = dict(mode=run.config.mode, world_size=dist.get_world_size(),
                   steps=run.progress["step"], train_loss=entry.get("loss"),
