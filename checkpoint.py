@@ -399,7 +399,7 @@ class Lock:
         facts = self.holder()
         return (f"in {self.path.parent} a run is alive: host {facts.get('host')}, pid "
                 f"{facts.get('pid')}, step {facts.get('step')}. End it, or choose another "
-                "--out_dir")
+                "folder")
 
     def holder(self) -> dict:
         """What the holder has written, {} if that cannot be read."""

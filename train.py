@@ -1319,23 +1319,21 @@ def refuse(text, status=2):
 def leave(text, status):
     """Say in one line why the run stops, and leave at once. That closes this rank's connections, by
     which the others come to know."""
-    if OUT_OF_MEMORY in text:
-        text += (". What takes less: a smaller --micro_batch_size, --activation_checkpointing, "
-                 "--mode zero3 on more ranks, fewer ranks on a device, or a smaller model")
     with contextlib.suppress(OSError):  # a full disk
         print(f"train.py: {' '.join(text.split())}", file=sys.stderr, flush=True)
     os._exit(status)
 
 
 def one_line(error):
-    """Its text, of which a compiler's may be very long, and the CPU's allocator has a poor one."""
+    """Its text, of which a compiler's may be very long."""
     text = " ".join(str(error).split())[:2000]
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
-        asked = re.search(r"allocate (\d+) bytes", text)
-        size = f": {1e-9 * int(asked[1]):,.2f} GB more were asked for" if asked else ""
-        return OUT_OF_MEMORY + size
+        text = f"{error.filename}: {error.strerror}"
+    is_cpus = isinstance(error, MemoryError) or "DefaultCPUAllocator" in text
+    if is_cpus or isinstance(error, torch.OutOfMemoryError):
+        text = (f"{OUT_OF_MEMORY}: {text}. What takes less: a smaller --micro_batch_size, "
+                "--activation_checkpointing, --mode zero3 on more ranks, fewer ranks on a device, "
+                "or a smaller model")
     return text
 
 
