@@ -234,15 +234,17 @@ def record_trackers():
     """Plant stand-ins for the packages of trackers, which note the losses that they are given."""
     [path] = [f"{word[10:]}/losses" for word in sys.argv if word.startswith("--out_dir=")]
 
-    def log(entry, step):
-        write_line(path, ["wandb", step, entry["loss"]])
+    def log(entry):
+        run.define_metric.assert_called_once_with("*", step_metric="step")
+        write_line(path, ["wandb", entry["step"], entry["loss"]])
 
     def add_scalar(name, value, step):
         if name == "loss":
             write_line(path, [name, step, value])
 
     tracker = mock.MagicMock(__spec__="a stand-in")
-    tracker.init.return_value.log.side_effect = log
+    run = tracker.init.return_value
+    run.log.side_effect = log
     tracker.SummaryWriter.return_value.add_scalar.side_effect = add_scalar
     sys.modules |= dict.fromkeys(("wandb", "tensorboard", "torch.utils.tensorboard"), tracker)
 
@@ -256,7 +258,6 @@ def ask(resume, W=1, **options):
 
 
 def start_again():
-    """Plant what torchrun leaves to ranks that it starts again."""
+    """Plant what torchrun tells ranks that it starts again. (All runs of a test have the server as
+    their parent, as torchrun's ranks have its agent.)"""
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    store = dist.TCPStore("localhost", int(os.environ["MASTER_PORT"]), wait_for_workers=False)
-    store.set("begun", "")
