@@ -1,6 +1,7 @@
 """train.py: the files of a run."""
 
 import itertools
+import json
 import math
 import os
 import re
@@ -20,8 +21,7 @@ from tests.params import ROOT
 from tests.runs import (ask, finish, flags, lines_of, refused, saved, start_again, this_rank,
                         write_line)
 from tests.wrappers import adafactor
-from checkpoint import checkpoint_tensors, load
-from extras.ranks import Stop
+from checkpoint import checksums, sharded_state
 from verify import fresh, same_bits, uncut, zoo_loss
 from zero import Zero2
 
@@ -38,23 +38,27 @@ def make_unreadable(path):
     path.mkdir()
 
 
-@pytest.mark.ranks(1, 2)
-def test_what_is_missing_is_named():
-    """A checkpoint that lacks a tensor is refused, on all ranks although one has a part of it, and
-    not half loaded; but what only top-k has may be missing, of a rank that was not there."""
-    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folders)
-    dcp.save(dict(weight=torch.ones(3)), checkpoint_id=folders[0])
-    record = dict(facts={})
-    found = {"weight": torch.zeros(3), f"residual.{dist.get_rank()}.weight": torch.zeros(3)}
-    load(folders[0], record, found, {})
-    assert found["weight"].tolist() == [1, 1, 1]
-    if dist.get_rank() == 0:
-        found["exp_avg.weight"] = torch.zeros(3)
-    with pytest.raises(Stop, match="has no exp_avg.weight"):
-        load(folders[0], record, found, {})
-    dist.barrier()
-    shutil.rmtree(folders[0], ignore_errors=True)
+def leave_out(key):
+    """Plant checkpoints that lack a tensor."""
+    save = dcp.save
+
+    def saved_without(tensors, **options):
+        tensors.pop(key, None)
+        save(tensors, **options)
+
+    dcp.save = saved_without
+
+
+@pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero2")])
+def test_what_is_missing_is_named(n_ranks, mode, tmp_path):
+    """A checkpoint that lacks a tensor is refused, on all ranks although one alone has a part of
+    it, and metrics and checkpoints stay as they are."""
+    key = "exp_avg.norm.weight"
+    finish(tmp_path, n_ranks, mode=mode, save_interval=4, plant=partial(leave_out, key))
+    before = contents(tmp_path / "step_00000004") | {(tmp_path / "metrics.jsonl").read_bytes()}
+    refused(f"step_00000004: .*{key}", tmp_path, n_ranks, mode=mode, resume="auto")
+    assert before <= contents(tmp_path)
+    assert saved(tmp_path)[-1] == 4
 
 
 # What is no checkpoint of a run: a flag, its value and what the line names.
@@ -112,24 +116,22 @@ def test_checkpoints_keep_owned_state(optimizer):
     Adam's moments and steps, and Adafactor's rows and columns, which are no slices of anything."""
     import train
 
-    def step_and_list(model, config):
+    def step_and_list(model):
         if optimizer == "adafactor":
             found = adafactor(model.parameters())
         else:
-            found = train.make_optimizer(model, config)  # whose state is there before the step
+            [found] = train.make_optimizers(model, train.Config())
         for number in range(3):
             if model is plain or number == dist.get_rank():
                 zoo_loss(model, 0, number).backward()
         found.step()
-        return checkpoint_tensors(model, found, plain)
+        return sharded_state(model, found)
 
     plain = fresh("gpt")
-    config = train.Config(mode="single")
-    train.add_our_interface(plain, config)
-    expected = step_and_list(plain, config)
+    expected = step_and_list(plain)
     model = uncut(Zero2, fresh("gpt"))
     model.set_gradient_divide_factor(1)
-    saved_tensors = step_and_list(model, config)
+    saved_tensors = step_and_list(model)
     folders = [None]
     if dist.get_rank() == 0:
         folders = [tempfile.mkdtemp()]
@@ -147,10 +149,12 @@ def test_checkpoints_keep_owned_state(optimizer):
 
 
 def contents(*folders):
-    """What all files below folders hold."""
+    """What all files below folders hold, but for .lock, which is the next run's."""
     found = set()
     for folder in folders:
-        found |= {path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for path in folder.rglob("*"):
+            if path.is_file() and path.name != ".lock":
+                found.add(path.read_bytes())
     return found
 
 
@@ -204,7 +208,7 @@ def test_checkpoints_are_asked(tmp_path):
         assert f"sample:\n{options['prompt']}" in found["stdout"], found["stdout"]
         assert view_of(out) == before, f"out_dir has changed after {name}"
     for word in (f"--resume={out}", f"--resume={out}/bes"):  # as people mistype it
-        refused("no checkpoint.* did you mean .*step_00000004", None, argv=[word])
+        refused("no checkpoint", None, argv=[word, "--eval_only"])
     refused("no checkpoint", None,
             argv=["--eval_only", "--resume=auto", f"--out_dir={tmp_path}"])
     assert view_of(out) == before, "out_dir has changed"
@@ -252,22 +256,34 @@ def log_wandb(path):
     sys.modules["wandb"] = tracker
 
 
-@pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero2"), (3, "ddp")])
-def test_checkpoints_of_before_load(n_ranks, mode, tmp_path):
-    """A checkpoint that zero3 wrote on two ranks when all of train.py was one file. It has its
-    weights and its validation loss, and goes on as any other one."""
-    folder = ROOT / "tests/checkpoint_of_before"
-    words = [f"--resume={folder}", f"--dataset={ROOT / 'LICENSE'}", f"--mode={mode}"]
-    found = finish(None, n_ranks, argv=[*words, "--eval_only"])
-    digest = "17d3e5879927eea7d94c00da25a2f81e6d78b2eac84133485f1c017304518240"
-    assert found["param_sha256"] == digest
-    # Its flags say two batches of two, where now they count sequences.
-    assert abs(found["val_loss"] - 5.675250053405762) < 1e-5, found["val_loss"]
-    options = [f"--out_dir={tmp_path}", "--max_steps=4", "--micro_batch_size=1"]
-    if n_ranks == 3:  # which four sequences do not divide among
-        refused("global_batch_size", None, n_ranks, argv=[*words, *options])
-        return
-    found = finish(None, n_ranks, argv=[*words, *options])
-    again = [f"--resume={tmp_path}/step_00000004", "--eval_only"]
-    assert found["steps"] == 4 and "after step 2, on" in found["stdout"]
-    assert finish(None, argv=again)["param_sha256"] == found["param_sha256"]
+def test_a_restart_takes_one_checkpoint(tmp_path):
+    """A run that torchrun starts again takes flags and weights of its newest checkpoint, also where
+    --resume names an older one, which has other flags: as --resume auto would go on."""
+    options = dict(save_interval=1, max_steps=3, keep_last=9)
+    out = tmp_path / "out"
+    finish(out, **options)
+    words = ["--resume=auto", f"--out_dir={out}"]
+    finish(None, argv=[*words, "--lr=0.05", "--min_lr=0.05", "--max_steps=5"])
+    copy = shutil.copytree(out, tmp_path / "copy", symlinks=True)
+    expected = finish(None, argv=[words[0], f"--out_dir={copy}", "--max_steps=8"])
+    again = [f"--resume={out}/step_00000002", "--max_steps=8"]
+    found = finish(None, argv=again, plant=start_again)
+    assert "step_00000005, after step 5" in found["stdout"], found["stdout"]
+    assert found["param_sha256"] == expected["param_sha256"], "other flags, or other weights"
+    rates = [entry["lr"] for entry in lines_of(out / "metrics.jsonl")]
+    assert rates[-3:] == 3 * [0.05], f"learning rates {rates}"
+    found = finish(None, argv=again)  # no restart: it means what it says
+    assert "step_00000002, after step 2" in found["stdout"], found["stdout"]
+
+
+def test_earlier_versions_are_refused(tmp_path):
+    """A checkpoint whose record has no flags is of an earlier version, and one line says so."""
+    finish(tmp_path, save_interval=4)
+    folder = tmp_path / "step_00000004"
+    record = json.loads((folder / "checkpoint.json").read_text())
+    del record["flags"]
+    (folder / "checkpoint.json").write_text(json.dumps(record))
+    (folder / "SHA256SUMS").write_text("\n".join(checksums(folder)) + "\n")
+    for W, options in ((1, dict(resume=folder)), (2, dict(resume="auto", mode="zero2")),
+                       (1, dict(resume=folder, eval_only=True))):
+        refused(f"{folder} was written by an earlier version", tmp_path, W, **options)
