@@ -5,6 +5,7 @@ one leg. All stories of a family have to end on the same bits, losses and sample
 another family on others: so modes are compared, world sizes, options, resuming, and faults.
 """
 
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -401,7 +402,9 @@ def execute_and_return(*arguments):
         sys.exit()
 
     os._exit = return_or_leave
-    execute(*arguments)
+    with contextlib.suppress(SystemExit):
+        execute(*arguments)
+    os._exit = leave  # which the fork needs
 
 
 def under_torchrun(folder, plant, n_ranks, n_nodes, port, **options):
