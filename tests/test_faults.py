@@ -1,23 +1,31 @@
-"""train.py: faults of disks and machines.
+"""train.py: faults of disks and machines, and how a run ends.
 
 After each, metrics.jsonl has every step once, and the bits are those of an undisturbed run.
 """
 
+import builtins
+import io
 import itertools
+import json
+import math
 import os
 import pathlib
 import pkgutil
+import re
 import resource
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from tests.common import two_at_a_time
 from tests.params import full
-from tests.runs import ask, finish, in_update, lines_of, run_train, saved, write_line
+from tests.runs import (ask, fail, finish, in_update, lines_of, run_train, saved, spoil, this_rank,
+                        write_line)
+import model
 
 STEPS = 4
 
@@ -84,35 +92,10 @@ def freeze(function, n, folder):
     setattr(owner, name, frozen)
 
 
-def run_over_frozen(folder, out, function, n, options, others):
-    """Start a run with options that freezes; let a run with others' options end meanwhile in the
-    same out_dir; wake it up -> how it ends."""
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(run_train, out, plant=partial(freeze, function, n, folder), **options)
-        number = folder / "frozen"
-        while not (number.exists() and number.read_text()) and not future.done():
-            time.sleep(0.01)
-        try:
-            finish(out, **others)
-        finally:
-            os.kill(int(number.read_text()), signal.SIGCONT)
-    return future.result()
-
-
-# Where a process freezes: as it begins to write a checkpoint, in its second update, as it writes a
-# line, as it renames a checkpoint, and, when it resumes, as it moves aside what is newer.
-FROZEN = {"save": ("torch.distributed.checkpoint.save", 2),
-          "update": ("torch.optim.AdamW.step", 2), "line": ("model.GPT.flops_per_token", 2),
-          "publish": ("pathlib.Path.rename", 2), "rewind": ("time.strftime", 1)}
-
-
-@pytest.mark.parametrize("fault", ["power cut", "full disk", "full log", "frozen in update",
-                                   "frozen in save", "frozen in publish", "frozen in rewind",
-                                   full("frozen in line")])
+@pytest.mark.parametrize("fault", ["power cut", "full disk", "full log"])
 def test_faults_cost_no_line(fault, tmp_path):
     """After a power cut, which takes what was not synced; after a full disk, that took half a line;
-    with the log on a full disk; and when a process that was frozen wakes up in a later run, which
-    it leaves as it is, and says so."""
+    and with the log on a full disk."""
     options = dict(save_interval=1, resume="auto", max_steps=STEPS)
     out = tmp_path / "out"
     expected = finish(tmp_path / "alone", **options)["param_sha256"]
@@ -123,32 +106,180 @@ def test_faults_cost_no_line(fault, tmp_path):
         found = finish(out, **options)["param_sha256"]
     elif fault == "full disk":
         plant = partial(fill_disk, metrics, 2)
-        result = finish(out, fact="step 2 is not yet in the metrics", plant=plant, **options)
-        found = result["param_sha256"]
-    elif fault == "full log":
+        fact = "step 2 is not yet in the metrics(.|\n)*step 2: the checkpoint failed"
+        found = finish(out, fact=fact, plant=plant, **options)["param_sha256"]
+    else:
         finish(out, plant=full_log, **options)
         found = ask(out / f"step_{STEPS:08d}")["param_sha256"]
-    else:
-        function, n = FROZEN[fault.split()[-1]]
-        if fault == "frozen in line":  # then no checkpoint is due when it wakes up
-            options["save_interval"] = 100
-        others = dict(options)
-        if fault == "frozen in rewind":  # where it was to move aside what is newer
-            finish(out, **options)
-            others["max_steps"] = STEPS + 1
-            expected = finish(tmp_path / "alone", **others)["param_sha256"]
-            options["resume"] = out / "step_00000003"
-        run = run_over_frozen(tmp_path, out, function, n, options, others)
-        assert run.codes[0] in (1, 2) and "a later run has begun" in run.stderr[0], run
-        assert "Traceback" not in run.stderr[0], run
-        assert f" {STEPS}/{STEPS} " not in run.stdout[0], f"it went on: {run.stdout[0]}"
-        found = ask("auto", out_dir=out)["param_sha256"]
-    entries = lines_of(metrics)
-    n_steps = STEPS + 1 if fault == "frozen in rewind" else STEPS
-    assert [entry["step"] for entry in entries] == [*range(1, n_steps + 1)], entries
-    assert found == expected, f"other bits after {fault}"
+    as_undisturbed(out, found, expected)
+
+
+def as_undisturbed(out, found, expected):
+    """Assert that a run has the bits, the metrics and the files of one that nothing disturbs."""
+    entries = lines_of(out / "metrics.jsonl")
+    assert [entry["step"] for entry in entries] == [*range(1, STEPS + 1)], entries
+    assert found == expected, "other bits"
     left = [path.name for path in out.glob(".*")]
-    assert not left, f"left over: {left}"
+    assert left == [".lock"], f"left over: {left}"
+
+
+def test_a_run_without_its_last_checkpoint_ends_with_1(tmp_path):
+    """If the disk is full in the last step, the line says so, and the status; the checkpoint before
+    is as it was, and the run can go on."""
+    out = tmp_path / "out"
+    expected = finish(tmp_path / "alone")["param_sha256"]
+    found = finish(out, status=1, save_interval=1, plant=partial(fill_disk, out / "metrics.jsonl",
+                   STEPS), fact=f"step {STEPS}: the checkpoint failed, earlier ones are as they")
+    assert saved(out) == [STEPS - 2, STEPS - 1], saved(out)
+    found = finish(out, save_interval=1, resume="auto")["param_sha256"]
+    as_undisturbed(out, found, expected)
+
+
+def test_a_skipped_last_step_leaves_a_checkpoint(tmp_path):
+    """Skipped steps are no reason to push out older checkpoints, but the last one counts."""
+    plant = partial(spoil, "cross_entropy", (2, STEPS), math.nan)
+    finish(tmp_path, 2, mode="zero2", plant=plant, save_interval=1, keep_last=9, eval_steps=0)
+    skipped = [entry["skipped"] for entry in lines_of(tmp_path / "metrics.jsonl")]
+    assert skipped == [False, True, False, True], skipped
+    assert saved(tmp_path) == [1, 3, STEPS]
+
+
+def raise_all(numbers):
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+def send(numbers, on_rank, is_torchruns=False):
+    """Plant signals in the second update of a rank, or of all."""
+    if is_torchruns:
+        os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    in_update(2, on_rank, raise_all, numbers)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("n_ranks, mode, on_rank", [(1, "single", 0), (3, "zero2", 1),
+                                                    full(2, "ddp", None), full(2, "zero3", 0)])
+def test_a_signal_ends_a_run(n_ranks, mode, on_rank, number, tmp_path):
+    """All ranks finish the step, save and end with 128 + the number, also if one alone got it; the
+    run can go on, to the bits of an undisturbed one."""
+    out = tmp_path / "out"
+    options = dict(mode=mode, save_interval=100, eval_interval=0, global_batch_size=6)
+    expected = finish(tmp_path / "alone", n_ranks, **options)["param_sha256"]
+    found = finish(out, n_ranks, status=128 + number, plant=partial(send, [number], on_rank),
+                   fact=r"\Atrain.py: stopped by a signal after step [23]; go on with --resume",
+                   **options)
+    n_steps = lines_of(out / "metrics.jsonl")[-1]["step"]
+    assert n_steps in (2, 3) and saved(out) == [n_steps], saved(out)
+    found = finish(out, n_ranks, resume="auto", **options)["param_sha256"]
+    as_undisturbed(out, found, expected)
+
+
+@pytest.mark.parametrize("is_torchruns, n, is_at_once",
+                         [(False, 2, True), (True, 2, False), (True, 3, True)])
+def test_one_more_signal_ends_a_run_at_once(is_torchruns, n, is_at_once, tmp_path):
+    """The second one; under torchrun, which passes on what a terminal sends, the third. The step is
+    not finished, and the status is the same."""
+    numbers = n * [signal.SIGINT]
+    finish(tmp_path, status=130, plant=partial(send, numbers, 0, is_torchruns), save_interval=1,
+           fact="^$" if is_at_once else "stopped by a signal after step 3")
+    assert saved(tmp_path) == ([1] if is_at_once else [2, 3]), saved(tmp_path)
+
+
+# What happens to rank 1, or to the only one; the statuses of all ranks; how rank 0's line ends, and
+# whether there is a traceback of the rank where it happened.
+ENDS = {"dies": (2, (signal.raise_signal, signal.SIGKILL), [1, -signal.SIGKILL], False),
+        "hangs": (2, (time.sleep, 60), [1, None], False),
+        "has a bug": (2, (fail, "planted"), [1, 1], True),
+        "alone has a bug": (1, (fail, "planted"), [1], True)}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_how_a_run_ends(name, tmp_path):
+    """1 and one line with the step where another rank has died, or hangs for --timeout_s; a bug
+    keeps its traceback, before the line."""
+    n_ranks, planted, codes, is_bug = ENDS[name]
+    ended = run_train(tmp_path, n_ranks, mode="zero2", timeout_s=3,
+                      plant=partial(in_update, 2, n_ranks - 1, *planted))
+    for found, code in zip(ended.codes, codes):
+        assert code in (found, None), ended
+    line = r"train\.py: rank 0 failed in step [23]: \w+: .*\n\Z"
+    assert re.search(line if n_ranks == 1 else rf"\A{line}", ended.stderr[0]), ended
+    text = ended.stderr[-1]
+    assert ("Traceback" in text and 'fail\n    raise RuntimeError' in text) == is_bug, text
+
+
+def fail_in_init():
+    """Plant a bug in the model, before the first step."""
+    model.GPT.init_weights = partial(fail, "planted")
+
+
+def test_a_bug_in_a_model_is_no_mistake(tmp_path):
+    ended = run_train(tmp_path, plant=fail_in_init)
+    assert ended.codes == [1] and "Traceback" in ended.stderr[0], ended
+
+
+# What a checkpoint is written by.
+CALLS = [(os, name) for name in ("fsync", "rename", "replace", "open", "symlink", "unlink",
+                                 "rmdir", "mkdir")] + [(io, "open"), (builtins, "open")]
+
+
+def die_in_save(n, log):
+    """Plant a kill -9 before the n-th of these calls from the beginning of the second checkpoint
+    on, and a log of their names, written before the third update."""
+    names = []
+    is_on = [False]
+    n_saves = itertools.count(1)
+    save = dcp.save
+    real_open = open
+
+    def watched(name, real):
+        def call(*arguments, **options):
+            if is_on[0]:
+                names.append(name)
+                if len(names) == n:
+                    signal.raise_signal(signal.SIGKILL)
+            return real(*arguments, **options)
+
+        return call
+
+    def watched_save(*arguments, **options):
+        is_on[0] = next(n_saves) == 2
+        return save(*arguments, **options)
+
+    def end():
+        is_on[0] = False
+        with real_open(log, "w") as file:
+            json.dump(names, file)
+
+    if this_rank() == 0:
+        for owner, name in CALLS:
+            setattr(owner, name, watched(name, getattr(owner, name)))
+        dcp.save = watched_save
+        in_update(3, 0, act_without_arguments, end)
+
+
+@pytest.mark.parametrize("n_ranks, mode, n_places", [(1, "single", 6), full(1, "single", 1000),
+                                                     full(2, "zero2", 1000)])
+def test_a_kill_anywhere_in_a_save(n_ranks, mode, n_places, tmp_path):
+    """After kill -9 before any call by which a checkpoint is written, gets its name and pushes out
+    an older one, a run goes on to the bits of an undisturbed one, with no line or file too many."""
+    options = dict(mode=mode, save_interval=1, keep_last=1, resume="auto")
+    log = tmp_path / "names"
+    plant = partial(die_in_save, None, log)
+    expected = finish(tmp_path / "alone", n_ranks, plant=plant, **options)["param_sha256"]
+    names = json.loads(log.read_text())
+    assert len(names) > 15 and {"fsync", "rename", "replace", "open"} <= {*names}, names
+
+    def try_out(place):
+        out = tmp_path / str(place)
+        plant = partial(die_in_save, place, tmp_path / "unread")
+        killed = run_train(out, n_ranks, plant=plant, **options)
+        assert killed.codes[0] == -signal.SIGKILL, f"{names[place - 1]}: {killed}"
+        found = finish(out, n_ranks, **options)["param_sha256"]
+        as_undisturbed(out, found, expected)
+
+    places = [*range(1, len(names) + 1)]
+    two_at_a_time(try_out, places[::max(1, len(places) // n_places)])
 
 
 def note_early_renames(log):
