@@ -376,7 +376,7 @@ class Lock:
     def take(self, wait_s: float) -> str | None:
         """Take it, or wait for it that long -> a line where the file system has no such locks, else
         None. Raises SystemExit, with what the holder has written, if it does not end by then."""
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT)
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)  # no program
         deadline_s = time.monotonic() + wait_s
         is_held, problem = False, None
         while not is_held and problem is None:
