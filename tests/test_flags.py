@@ -1,14 +1,21 @@
-"""train.py: mistakes in flags and data, and ranks that differ."""
+"""train.py: its table of flags, mistakes in flags and data, and ranks that differ."""
 
+import dataclasses
 import math
 import os
 import re
 import sys
 from functools import partial
+from unittest import mock
 
-from tests.common import two_at_a_time
+import pytest
+import torch
+
+import train
+from tests.common import raises, two_at_a_time
 from tests.params import ROOT
-from tests.runs import flags, flip_a_bit, in_update, refused, saved, spoil, this_rank
+from tests.runs import (finish, flags, flip_a_bit, in_update, refused, run_train, saved, spoil,
+                        this_rank)
 
 # Command lines that end with one line, which names the file or, where there is none, the flag.
 # Adding one costs a third of a second. DATA is a folder of good and bad texts, made by the check.
@@ -28,10 +35,10 @@ NAMED = {  # and those whose line names something else
     "--micro_batch_size=auto --memory_limit_gb=0.2": "0.[12]", "--n_embd=1000000000000": "memory",
     "--tensorboard": "install tensorboard", "--mode=zero2 --shard_size=2": "shard_size",
     "--export_hf=hf": "install safetensors", "--compile": r"C\+\+ compiler",
-    "--batch_size=8": "--micro_batch_size", "--max_iters=5": "--max_steps",
-    "--dtype=bfloat16": "--dtype bf16", "--compile=False": "--no-compile",
-    "--learning_rate=0.1": "--lr", "--dropout=0.1 --start=a": "dropout.*--start=a.*--prompt",
-    "config.py": "config.py", f"--resume={ROOT}": "no checkpoint"}
+    "--batch_size=8": "--micro_batch_size", "--max_step=5": "--max_steps", "--beta3=1": "--beta",
+    "--dtype=bfloat16": "fp32, bf16, fp16", "--compile=False": "--no-compile",
+    "--tokenizer": "expected one argument", "config.py": r"config\.py; --help lists all$",
+    f"--resume={ROOT}": "no checkpoint"}
 
 
 def bare():
@@ -56,12 +63,13 @@ def write_texts(folder):
     """What BAD has below DATA."""
     texts = {"empty.txt": b"", "short.txt": b"too short", "latin1.txt": b"caf\xe9" * 1000,
              "bin.txt": bytes([7, 0] * 9000), "fine.txt": b"Some text. " * 999,
-             "0/text": b"Text 0. " * 999,
-             "1/text": b"Text 1. " * 999, "0/lost": b"Text. " * 999, "no_bin/text": b""}
-    for name, content in (("odd", bytes(601)), ("none", b""), ("beyond", b"\xff" * 600)):
+             "0/text": b"Text 0. " * 999, "1/other": b"", "no_bin/text": b""}
+    for name, content in (("odd", bytes(601)), ("none", b""), ("beyond", b"\xff" * 600),
+                          ("0/tokens", b"a\0" * 600), ("1/tokens", b"b\0" * 600),
+                          ("0/lost", b"a\0" * 600)):
         texts |= {f"{name}/train.bin": content, f"{name}/val.bin": content}
     for name, content in texts.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
@@ -69,24 +77,157 @@ def test_mistakes_are_one_line(tmp_path):
     """Every mistake gives exit status 2, one line on stderr that names it, and no traceback; so do
     ranks with other options or other data, before the first step. With status 1, so do 20 steps in
     a row that are not finite, and a parameter of which a bit flips on a rank."""
-    def try_out(line, fact):
+    def try_out(n, line, fact):
         words = line.replace("DATA", str(tmp_path)).split()
-        refused(fact, None, plant=bare, argv=[*flags(out_dir=tmp_path / "out"), *words])
+        refused(fact, None, plant=bare, argv=[*flags(out_dir=tmp_path / f"out{n}"), *words])
 
     write_texts(tmp_path)
     facts = dict(NAMED)
     for line in re.split(r"\s*[|\n]\s*", BAD):
         files = re.findall(r"DATA/([\w.]+)", line)
         facts[line] = files[0] if files else re.findall(r"--(\w+)", line)[0]
-    two_at_a_time(try_out, *zip(*facts.items()))
+    two_at_a_time(try_out, range(len(facts)), *zip(*facts.items()))
     here = partial(elsewhere, tmp_path)
     out = tmp_path / "out"
     refused("single", out, 2, mode="single")
     refused("lr", out, 2, mode="ddp", plant=other_rate)
-    refused("differ in data", out, 2, mode="ddp", dataset="text", plant=here)
-    refused("lost", out, 2, mode="ddp", dataset="lost", plant=here)
+    refused("differ in data", out, 2, mode="ddp", dataset="tokens", plant=here)
+    refused("rank 1: .*lost", out, 2, mode="ddp", dataset="lost", plant=here)
+    finish(out, 2, mode="ddp", dataset="text", plant=here)  # a text is rank 0's alone
     refused(r"step 23\b", out, 2, status=1, mode="ddp", max_steps=30,
             plant=partial(spoil, "cross_entropy", {2, *range(4, 99)}, math.nan))
     refused(r"wte\.weight", tmp_path / "a", 2, status=1, mode="ddp", save_interval=1,
             plant=partial(in_update, 2, 1, flip_a_bit))
     assert saved(tmp_path / "a")[-1] <= 2, "it went on"
+
+
+FIELDS = dataclasses.fields(train.Config)
+NUMBERS = [field for field in FIELDS if field.type in (int, float)]
+WORDS = [field for field in FIELDS if field.metadata["choices"]]
+NEEDY = [field for field in FIELDS if field.metadata["needs"]]
+
+
+def of_field(fields):
+    return pytest.mark.parametrize("field", fields, ids=lambda field: field.name)
+
+
+def read(*words):
+    """What train.py's flags make of words; SystemExit with its line for a mistake."""
+    def refuse(text):
+        raise SystemExit(text)
+
+    with mock.patch.object(train, "refuse", refuse):
+        return train.read_flags(words)
+
+
+def completed(given, flags_of_checkpoint=None):
+    """The Config of a run that goes on from a checkpoint with these flags, if any. What depends on
+    ranks and on this machine is not checked."""
+    record = None if flags_of_checkpoint is None else dict(flags=flags_of_checkpoint)
+    with mock.patch.object(train, "check"):
+        return train.complete(given, record, torch.device("cpu"))
+
+
+def another(field):
+    """A value that is not the flag's default."""
+    if field.type is bool:
+        return not field.default
+    about = field.metadata
+    possible = [*about["choices"], *([field.type(about["least"]), 1] if field in NUMBERS else [])]
+    return next((value for value in possible if value != field.default), "another")
+
+
+def test_help_has_each_flag_once():
+    """In a line of its own, with what it is for and, where it has one, its default."""
+    shown = run_train(None, argv=["--help"]).stdout[0]
+    rows = re.split(r"\n  (?=--)", shown)[1:]
+    names = [re.match(r"--(\w+)", row)[1] for row in rows]
+    assert names == [field.name for field in FIELDS], names
+    for field, row in zip(FIELDS, rows):
+        row = " ".join(row.split())
+        assert field.metadata["help"] and field.metadata["help"] in row, row
+        assert field.default is None or row.endswith(f"[{field.default!r}]"), row
+        assert all(str(word) in row for word in field.metadata["choices"]), row
+        assert field.default is not None or "[None]" not in row, row
+
+
+@of_field(NUMBERS)
+def test_numbers_have_limits(field):
+    """The least and the most that a flag can be are taken, and what is beyond is refused, in a line
+    that names the flag and both; so is what is no number."""
+    flag, least, most = f"--{field.name}", field.metadata["least"], field.metadata["most"]
+    assert field.default is None or least <= field.default <= most
+    beyond = [math.nextafter(least, -math.inf), math.nextafter(most, math.inf)]
+    if field.type is int:
+        least, most = int(least), int(most)
+        beyond = [least - 1, most + 1]
+    for value in (least, most):
+        assert read(f"{flag}={value}") == {field.name: value}
+        assert type(read(f"{flag}={value}")[field.name]) is field.type
+    for value in (*beyond, "nan", "inf", "-inf", "few", ""):
+        fact = f"{flag}: .*{field.type.__name__} from {least:g} to {most:g}"
+        raises(SystemExit, re.escape(fact).replace(r"\.\*", ".*"), read, f"{flag}={value}")
+
+
+@of_field(WORDS)
+def test_words_are_chosen(field):
+    """Each of its words, and no other, which is answered by all of them."""
+    for word in field.metadata["choices"]:
+        assert read(f"--{field.name}={word}") == {field.name: word}
+    raises(SystemExit, ", ".join(field.metadata["choices"]), read, f"--{field.name}=other")
+    assert field.default is None or field in NUMBERS or field.default in field.metadata["choices"]
+
+
+@of_field(NEEDY)
+def test_flags_need_others(field):
+    """A flag without effect is refused, with what it needs. Where it comes from a checkpoint it is
+    dropped without a word; with what it needs it stays."""
+    other, values = field.metadata["needs"]
+    given, chain = {field.name: another(field)}, [field]
+    while chain[-1].metadata["needs"]:  # comm_hook needs a mode itself
+        name, good = chain[-1].metadata["needs"]
+        given[name] = [*good][0]
+        chain += [one for one in FIELDS if one.name == name]
+    assert getattr(completed(given), field.name) == another(field)
+    [needed] = [one for one in FIELDS if one.name == other]
+    bad = {name: value for name, value in given.items() if name != other}
+    bad[other] = {"mode": "torch-fsdp", "profile": 2}.get(other, needed.default)
+    raises(SystemExit, rf"--{field.name} needs --{other} {[*values][0]}", completed, bad)
+    rest = {name: value for name, value in bad.items() if name != field.name}
+    kept = getattr(completed(rest, {field.name: another(field)}), field.name)
+    assert kept == field.default, f"{kept} is of no use, and stays"
+
+
+def test_some_flags_are_for_once():
+    """What a run that resumes does not give it takes from its checkpoint, but for these flags, and
+    an evaluation for some more. What it gives counts."""
+    once = {"out_dir", "device", "timeout_s", "resume", "eval_only", "prompt", "trace", "profile",
+            "export_hf"}
+    assert {field.name for field in FIELDS if field.metadata["once"]} == once
+    config = train.Config(**{field.name: another(field) for field in FIELDS})
+    config.dataset = config.init_from = "/folder"  # else a path becomes absolute
+    saved_flags = train.flags_to_save(config)
+    assert saved_flags.keys() == {field.name for field in FIELDS} - once
+    config.mode, config.comm_hook, config.micro_batch_size = "ddp", "topk", "auto"
+    saved_flags = train.flags_to_save(config)
+    found = completed({}, saved_flags)
+    for field in FIELDS:
+        needs_zero = field.metadata["needs"] == train.ZERO
+        expected = getattr(config, field.name)
+        if field.name in once or needs_zero or field.name == "node_size":
+            expected = field.default
+        assert getattr(found, field.name) == expected, field.name
+    assert completed(dict(lr=7.0, n_embd=None), saved_flags).lr == 7.0
+    evaluated = completed(dict(eval_only=True), saved_flags)
+    for name in train.NOT_TO_EVALUATE:
+        [field] = [field for field in FIELDS if field.name == name]
+        assert getattr(evaluated, name) == field.default != saved_flags[name] or (
+            field.metadata["needs"] == train.ZERO), name
+
+
+def test_unknown_flags_name_near_ones():
+    """The nearest names, if any; an abbreviation is none."""
+    for word, fact in (("--warmup=3", "--warmup_steps"), ("--Lr=3", "no flag --Lr=3; .*--lr"),
+                       ("--eval-only", "--eval_only"), ("--max_step", "--max_steps"),
+                       ("--no-compiles", "no flag --no-compiles"), ("-x", "no flag -x; .* all$")):
+        raises(SystemExit, fact, read, word)
