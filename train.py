@@ -835,8 +835,8 @@ def build_gpt(config, vocab_size, record):
         from extras import llama
         sizes = llama.read_sizes(config.init_from)
         if sizes["vocab_size"] != vocab_size:
-            say(f"--init_from {config.init_from} knows {sizes['vocab_size']} tokens, and "
-                f"--tokenizer {config.tokenizer} has {vocab_size}: its weights are for other ones")
+            say(f"--init_from {config.init_from} knows {sizes['vocab_size']} tokens, and the "
+                f"tokenizer {vocab_size}: its weights are for other ones")
     for name in SIZES:
         if getattr(config, name) is not None:
             sizes[name] = getattr(config, name)
