@@ -1,14 +1,19 @@
 """train.py: data and rates."""
 
 import math
+import pathlib
+import pickle
+import re
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.runs import ask, finish, lines_of, write_line
-from data import global_batch, some_of
+from data import Characters, encode_prompt, global_batch, PlainUnpickler, some_of
+from tests.common import raises
+from tests.runs import ask, finish, lines_of, refused, write_line
 
 
 def log_samples(folder):
@@ -91,3 +96,78 @@ def test_losses_can_be_compared(tmp_path):
     assert {fewer} != losses, "--eval_steps changes nothing"
     all_blocks = [ask(out / "step_00000004", eval_steps=n)["val_loss"] for n in (10**6, 2 * 10**6)]
     assert all_blocks[0] == all_blocks[1] and {all_blocks[0]} != losses
+
+
+def write_characters(folder, meta=None):
+    """What nanoGPT's data/shakespeare_char/prepare.py writes, of a text that repeats."""
+    text = "abc, xyz!\n" * 500
+    characters = sorted(set(text))
+    stoi = {character: i for i, character in enumerate(characters)}
+    itos = dict(enumerate(characters))
+    folder.mkdir()
+    for name in ("train.bin", "val.bin"):
+        np.array([stoi[character] for character in text], np.uint16).tofile(folder / name)
+    meta = meta or dict(vocab_size=len(characters), itos=itos, stoi=stoi)
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return characters
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_characters_of_nanogpt(n_ranks, tmp_path):
+    """A folder with meta.pkl is trained with its vocabulary, by which the sample is decoded and
+    --prompt is encoded, also where a checkpoint is asked; other characters are refused."""
+    characters = write_characters(tmp_path / "chars")
+    out, mode = tmp_path / "out", "zero3" if n_ranks > 1 else "single"
+    found = finish(out, n_ranks, mode=mode, dataset=tmp_path / "chars", max_steps=60, lr=0.03,
+                   min_lr=0.03, save_interval=60, eval_interval=60, sample_tokens=20, prompt="abc,")
+    sample = re.search(r"^sample:\n(.*)RESULT", found["stdout"], re.M | re.DOTALL)[1][:-1]
+    assert sample.startswith("abc,") and len(sample) == 24 and set(sample) <= set(characters)
+    assert "xyz!" in sample, f"it has learned nothing: {sample!r}"
+    n = int(re.match(r"([\d,]+) parameters", found["stdout"])[1].replace(",", ""))
+    others = finish(tmp_path / "bytes", max_steps=1)["stdout"]
+    n_others = int(re.search(r"^([\d,]+) parameters", others, re.M)[1].replace(",", ""))
+    assert n_others - n == (257 - len(characters)) * 16, f"{n} parameters, and {n_others}"
+    best = out / "step_00000060"
+    asked = ask(best, n_ranks, mode=mode, prompt="xy", sample_tokens=3)
+    assert re.search("^sample:\nxyz!\n", asked["stdout"], re.M), asked["stdout"]
+    assert asked["val_loss"] == found["val_loss"]
+    refused(r"--prompt has \['X', 'é'\]", None, n_ranks,
+            argv=[f"--resume={best}", "--eval_only", "--prompt=éaX"])
+
+
+class RunsCode:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+def test_bad_characters_are_refused(tmp_path):
+    """In a line, before anything is trained: a meta.pkl that would run code, which it does not; one
+    that lacks something, or is cut off; and another tokenizer beside a good one."""
+    trap = tmp_path / "trap"
+    for i, meta in enumerate((RunsCode(trap), dict(vocab_size=RunsCode(trap)), dict(itos={}),
+                              [1, 2])):
+        write_characters(tmp_path / f"bad{i}", meta)
+        refused(r"meta\.pkl is not as nanoGPT writes it", tmp_path / "out",
+                dataset=tmp_path / f"bad{i}")
+    assert not trap.exists(), "the pickle has run"
+    write_characters(tmp_path / "good")
+    path = tmp_path / "good" / "meta.pkl"
+    refused("--tokenizer gpt2: .*meta.pkl", tmp_path / "out", dataset=tmp_path / "good",
+            tokenizer="gpt2")
+    content = path.read_bytes()
+    for bad in (content[:30], b"", b"no pickle"):
+        path.write_bytes(bad)
+        refused("meta.pkl is not as", tmp_path / "out", dataset=tmp_path / "good")
+    path.write_bytes(content)
+    assert encode_prompt("", Characters(path)) == [0], "an empty prompt is a token"
+
+
+def test_no_pickle_runs_code(tmp_path):
+    """Whatever it names."""
+    for value in (print, pathlib.Path("a"), np.zeros(1), torch.float32, RunsCode(tmp_path / "a")):
+        (tmp_path / "pickle").write_bytes(pickle.dumps(value))
+        with open(tmp_path / "pickle", "rb") as file:
+            raises(pickle.UnpicklingError, "it has a ", PlainUnpickler(file).load)

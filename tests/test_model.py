@@ -1,6 +1,7 @@
 """model.py: a Llama by its definition, its sizes, and folders of transformers."""
 
 import math
+import pickle
 from functools import partial
 from unittest import mock
 
@@ -168,7 +169,6 @@ def test_llama_folders_go_out_and_in(tmp_path):
     trained = finish(tmp_path / "out", 2, mode="zero3", n_head=4, n_kv_head=2, lr=0.1,
                      min_lr=0.1, export_hf=tmp_path / "hf")
     expected = trained["param_sha256"]
-    assert f"--export_hf {tmp_path}/hf: without a tokenizer" in trained["stdout"]
     config = transformers.LlamaConfig.from_pretrained(
         tmp_path / "hf", tie_word_embeddings=False, rms_norm_eps=1e-3,
         rope_parameters=dict(rope_type="default", rope_theta=50.0))
@@ -184,3 +184,28 @@ def test_llama_folders_go_out_and_in(tmp_path):
         assert abs(ours["train_loss"] - loss) < 1e-5, (
             f"{name}, {mode}: loss {ours['train_loss']}, transformers has {loss}")
         assert name == "other" or ours["param_sha256"] == expected, f"{mode}: other bits"
+
+
+def test_another_vocabulary_is_said(tmp_path):
+    """A Llama whose vocabulary is not the tokenizer's begins with weights that are for other
+    tokens: one line says so. Where both have as many there is nothing to say, nor where a run goes
+    on, by then without that folder."""
+    pytest.importorskip("safetensors", reason="pip install safetensors")
+    out, hf, chars = tmp_path / "out", tmp_path / "hf", tmp_path / "chars"
+    finish(out, export_hf=hf, max_steps=1)
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
+    found = finish(tmp_path / "same", init_from=hf, max_steps=1, **sizes)["stdout"]
+    assert "other ones" not in found, found
+    chars.mkdir()
+    for name in ("train.bin", "val.bin"):
+        (np.arange(999) % 200).astype(np.uint16).tofile(chars / name)
+    itos = {i: chr(i) for i in range(200)}
+    stoi = {character: i for i, character in itos.items()}
+    (chars / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=200, itos=itos, stoi=stoi)))
+    options = dict(W=2, mode="zero3", init_from=hf, dataset=chars, save_interval=1, **sizes)
+    found = finish(out, max_steps=1, **options)["stdout"]
+    fact = f"--init_from {hf} knows 257 tokens, and the tokenizer 200: its weights are for other"
+    assert found.count(fact) == 1, found
+    hf.rename(tmp_path / "gone")
+    found = finish(out, max_steps=2, resume="auto", **options)["stdout"]
+    assert "other ones" not in found and "resumed" in found, found
