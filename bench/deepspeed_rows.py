@@ -14,7 +14,6 @@ memory, where train.py's modes take gloo. If that first run is killed, it leaves
 ~/.cache/torch_extensions: remove that folder.
 """
 
-import importlib
 import json
 import os
 import pathlib
@@ -64,27 +63,30 @@ def main():
     import torch
     import torch.distributed as dist
 
-    from data import global_batch, read_blocks
-    from extras.log import peak_mem_bytes
-    from extras.ranks import choose_device, start_process_group
-    from extras.flags import check, parse_args
-
-    train = importlib.import_module("train")
+    import data
+    import train
 
     # Of what is used below nothing depends on train.py's mode.
-    config = parse_args(train.Config, train.__doc__, [*flags, "--mode", "ddp"])
-    if config.dtype != "fp32":
-        refuse(f"--dtype {config.dtype}: these rows are in fp32")
-    device = choose_device(config.device)
-    torch.set_num_threads(config.threads)
-    start_process_group(device, config.timeout_s)
+    given = train.read_flags([*flags, "--mode", "ddp"])
+    if given.get("dtype", "fp32") != "fp32":
+        refuse(f"--dtype {given['dtype']}: these rows are in fp32")
+    if given.get("micro_batch_size") == "auto":
+        refuse("--micro_batch_size auto is train.py's alone")
+    start = train.Config(**given)
+    device = train.choose_device(start.device)
+    train.start_process_group(device, start.timeout_s)
     # DeepSpeed looks for its accelerator where it is imported.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
 
-    check(config, device)
-    tokenizer, plain, tokens, val_tokens = train.prepare(config)
-    rank = dist.get_rank()
+    config = train.complete(given, None, device)
+    torch.set_num_threads(config.threads)
+    tokenizer, vocab_size = data.choose_tokenizer(config)
+    plain = train.build_gpt(config, vocab_size, None)
+    config.block_size = plain.config.block_size
+    os.makedirs(config.out_dir, exist_ok=True)
+    source = train.on_rank_0(data.tokenize, config, tokenizer, train.say)
+    tokens, _ = data.load_tokens(config, source, plain.config.vocab_size)
     W = dist.get_world_size()
     m = config.micro_batch_size
     n = config.global_batch_size // (m * W)  # micro-steps
@@ -114,12 +116,8 @@ def main():
         start_s = time.perf_counter()
         for group in engine.optimizer.param_groups:
             group["lr"] = train.lr_at(step, config)
-        blocks = global_batch(tokens, step, config)
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for micro_step in range(n):
-            index = micro_step * W + rank
-            own = blocks[index * m:(index + 1) * m]
-            x, y = read_blocks(tokens, own, config.block_size, device)
+        for x, y in data.micro_batches(tokens, step, config, device):
             _, loss = engine(x, y)
             engine.backward(loss)
             engine.step()  # it steps with the last micro-step alone
@@ -128,10 +126,10 @@ def main():
         dist.all_reduce(total)
         train_loss = total.item() / (n * W)
         times_s.append(time.perf_counter() - start_s)
-        if rank == 0:
+        if dist.get_rank() == 0:
             print(f"step {step} | loss {train_loss:.4f}", flush=True)
 
-    held = torch.tensor(peak_mem_bytes(device), device=device)
+    held = torch.tensor(train.peak_mem_bytes(device), device=device)
     dist.all_reduce(held, dist.ReduceOp.MAX)
     step_s = statistics.median(times_s)
     tokens_per_step = config.global_batch_size * config.block_size
@@ -145,7 +143,7 @@ def main():
         peak_mem_bytes=held.item(),
         threads=config.threads,
     )
-    if rank == 0:
+    if dist.get_rank() == 0:
         print("RESULT " + json.dumps(result), flush=True)
     dist.destroy_process_group()
 

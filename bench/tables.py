@@ -12,7 +12,6 @@ says in "failed" why there is none.
 """
 
 import dataclasses
-import importlib
 import importlib.util
 import json
 import pathlib
@@ -52,13 +51,12 @@ def print_accelerator():
 
 def check_flags(flags, rows):
     """End with a line of train.py's if it does not know these flags, or those of a row."""
-    from extras.flags import parse_args
+    import train
 
-    train = importlib.import_module("train")
-    parse_args(train.Config, train.__doc__, flags)
+    train.read_flags(flags)
     for row in rows:
         if not row.startswith("deepspeed"):  # no mode of train.py
-            parse_args(train.Config, train.__doc__, [*flags, "--mode", *row.split()])
+            train.read_flags([*flags, "--mode", *row.split()])
 
 
 def answer(question, *words):
