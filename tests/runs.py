@@ -62,14 +62,14 @@ def execute(argv, folder, environment, plant):
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
 
 
-def run_alone(folder, file):
+def run_alone(folder, file, *words):
     """Plant a run of another file, in a folder from which nothing of ours can be imported."""
     ours = (ROOT, ROOT / "tests", ROOT / "extras")
     for name, module in list(sys.modules.items()):
         if pathlib.Path(getattr(module, "__file__", None) or "").parent in ours:
             del sys.modules[name]
     sys.path[:] = [str(folder), *(path for path in sys.path if pathlib.Path(path) not in ours)]
-    sys.argv = [file]
+    sys.argv = [file, *words]
     runpy.run_path(f"{folder}/{file}", run_name="__main__")
     sys.exit()
 
