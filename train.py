@@ -1197,8 +1197,10 @@ def start_process_group(device, timeout_s):
     store, rank, W = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, W = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun keeps its store when it starts ranks again, with the addresses of dead ones.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        # torchrun's agents may keep a store when they start ranks again, with the addresses of dead
+        # ones. Where rank 0 has it, it is new, and a node that has joined has another count.
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
                             world_size=W, timeout=timeout)
 
