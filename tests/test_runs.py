@@ -374,6 +374,10 @@ def die_in(*functions):
         setattr(os, name, die)
 
 
+def pause(optimizer):
+    signal.pause()
+
+
 @dataclasses.dataclass
 class Event:
     steps: int
@@ -388,7 +392,7 @@ EVENTS = {
     "a node dies": Event(4, [nothing, partial(in_update, 3, None, os.killpg, 0, signal.SIGKILL)],
                          [3, 2]),
     # The rank that pauses ends by SIGTERM.
-    "a node joins": Event(4, [partial(in_update, 3, 0, signal.pause), nothing], [2, 3])}
+    "a node joins": Event(4, [partial(in_update, 3, 0, pause), nothing], [2, 3])}
 
 
 def execute_and_return(*arguments):
