@@ -47,6 +47,7 @@ import dataclasses
 import datetime
 import difflib
 import functools
+import gc
 import hashlib
 import importlib.util
 import json
@@ -1304,9 +1305,12 @@ def main():
             traceback.print_exc()
         leave(f"rank {os.environ.get('RANK', 0)} failed in step {progress['step']}: "
               f"{type(error).__name__}: {one_line(error)}", 1)
+    # FSDP2's modules hold the group in a cycle: uncollected, its threads outlive the interpreter.
+    gc.collect()
     dist.destroy_process_group()
-    # At once, since Python would end with 120 where a full disk has not taken all of the log.
-    os._exit(status)
+    # Or Python would end with 120 where a full disk has not taken all of the log.
+    sys.stdout = sys.stderr = None
+    sys.exit(status)
 
 
 def refuse(text, status=2):

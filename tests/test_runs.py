@@ -5,7 +5,6 @@ one leg. All stories of a family have to end on the same bits, losses and sample
 another family on others: so modes are compared, world sizes, options, resuming, and faults.
 """
 
-import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -16,7 +15,6 @@ import os
 import re
 import resource
 import signal
-import sys
 import time
 from collections import defaultdict
 from functools import partial
@@ -395,22 +393,6 @@ EVENTS = {
     "a node joins": Event(4, [partial(in_update, 3, 0, pause), nothing], [2, 3])}
 
 
-def execute_and_return(*arguments):
-    """As `execute`, for an agent that forks its ranks: it waits until a function has returned, or
-    failed, and train.py leaves at once."""
-    leave = os._exit
-
-    def return_or_leave(status):
-        if status:
-            leave(status)
-        sys.exit()
-
-    os._exit = return_or_leave
-    with contextlib.suppress(SystemExit):
-        execute(*arguments)
-    os._exit = leave  # which the fork needs
-
-
 def under_torchrun(folder, plant, n_ranks, n_nodes, port, **options):
     """torchrun's agent on a node, with three restarts; ranks are forked, not started anew."""
     config = LaunchConfig(min_nodes=1, max_nodes=n_nodes, nproc_per_node=n_ranks, run_id="verify",
@@ -421,7 +403,7 @@ def under_torchrun(folder, plant, n_ranks, n_nodes, port, **options):
     os.dup2(os.open(f"{folder}/agent", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     if options["resume"]:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or a node that joins waits
-    elastic_launch(config, execute_and_return)(flags(**options), folder, {}, plant)
+    elastic_launch(config, execute)(flags(**options), folder, {}, plant)
 
 
 @pytest.mark.parametrize("event", ["rank 0 dies in fsync", "a node dies",
