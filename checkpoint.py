@@ -21,10 +21,9 @@ The second part is about files alone, and has no collectives. In a run's folder 
     best                a link to the best one
     .lock               who writes here
 
-It takes four steps to write a checkpoint so that a crash leaves the ones before as they are:
+So a crash leaves the checkpoints before as they are:
 
-    unfinished = hidden(folder)
-    dcp.save(sharded_state(model, optimizer), checkpoint_id=unfinished)    # all ranks
+    dcp.save(sharded_state(model, optimizer), checkpoint_id=hidden(folder))    # all ranks
     if rank == 0:
         publish(folder, record)
 """
@@ -249,8 +248,8 @@ def fsync(path):
 
 
 def publish(folder: pathlib.Path, record: dict) -> None:
-    """Let a checkpoint count that dcp.save has written to hidden(folder), and put on disk: add the
-    record, which is written as JSON, and checksums; the rename makes it appear. Raises OSError."""
+    """Complete what dcp.save has written to hidden(folder), and put on disk: add the record, as
+    JSON, and checksums. Then the rename makes it appear as folder. Raises OSError."""
     unfinished = hidden(folder)
     (unfinished / RECORD).write_text(json.dumps(record, indent=1))
     (unfinished / SUMS).write_text("\n".join(checksums(unfinished)) + "\n")
@@ -365,47 +364,54 @@ class Lock:
     """The right to write in out_dir, which one process has at a time. The kernel holds it, and lets
     it go when the process ends, however that ends. The file .lock says whose it is.
 
-    facts: what the holder writes: host, pid, step; and has_begun: whether what lies in out_dir is
-    of its run, or of one that the same parent on the same host, a torchrun, has started before.
+    facts: what the holder writes there: its host, parent, pid and step; and has_begun: whether what
+    lies in out_dir is of its run. (Before that it is of an earlier one.) torchrun, the parent of a
+    rank, may start a run again: then it has begun if that torchrun's last holder had.
     """
 
     def __init__(self, out_dir: pathlib.Path):
         self.path = out_dir / ".lock"
         self.facts = dict(host=socket.gethostname(), parent=os.getppid(), pid=os.getpid())
 
-    def take(self, wait_s: float) -> str | None:
+    def take(self, wait_s: float, say=print) -> str | None:
         """Take it, or wait for it that long -> a line where the file system has no such locks, else
         None. Raises SystemExit, with what the holder has written, if it does not end by then."""
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)  # no program
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         deadline_s = time.monotonic() + wait_s
-        is_held, problem = False, None
+        is_held, has_waited, problem = False, False, None
         while not is_held and problem is None:
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_held = True
             except BlockingIOError:
+                text = f"in {self.path.parent} a run is alive: {self.whose()}"
                 if time.monotonic() > deadline_s:
-                    raise SystemExit(self.refusal()) from None
+                    raise SystemExit(f"{text}. End it, or choose another folder") from None
+                if not has_waited:
+                    say(f"{text}. Waiting for its end, up to {wait_s:g} s")
+                has_waited = True
                 time.sleep(0.1)
             except OSError as error:
                 problem = f"{self.path}: {error.strerror}: so other runs may write there, too"
-        before = self.holder()
-        is_restart = all(before.get(name) == self.facts[name] for name in ("host", "parent"))
-        self.sign(step=0, has_begun=is_restart and before.get("has_begun", False))
+        self.sign(step=0, has_begun=self.is_of_same_parent())
         os.fsync(self.file)
         return problem
 
-    def refusal(self):
-        facts = self.holder()
-        return (f"in {self.path.parent} a run is alive: host {facts.get('host')}, pid "
-                f"{facts.get('pid')}, step {facts.get('step')}. End it, or choose another "
-                "folder")
-
     def holder(self) -> dict:
-        """What the holder has written, {} if that cannot be read."""
+        """What the holder has written, or the last one; {} if that cannot be read."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads(self.path.read_text())
         return {}
+
+    def whose(self):
+        facts = self.holder()
+        return f"host {facts.get('host')}, pid {facts.get('pid')}, step {facts.get('step')}"
+
+    def is_of_same_parent(self) -> bool:
+        """Whether the last holder had begun a run, and had the parent of this process."""
+        facts = self.holder()
+        is_same = all(facts.get(name) == self.facts[name] for name in ("host", "parent"))
+        return is_same and facts.get("has_begun", False)
 
     def sign(self, **facts) -> None:
         """The holder: write who it is, and what has changed since, such as the step."""

@@ -11,19 +11,19 @@
     torchrun --nproc_per_node=4 --max-restarts=3 train.py --mode zero3 --resume auto
     python train.py --resume out/best --eval_only --prompt "def "   # ask a checkpoint
 
-Replaces a trainer framework by one loop. In this order: flags; a run, which is prepared, goes
-through its loop, and ends; a step; the modes; optimizers; evaluation; what is logged; how ranks
-meet, agree and end. Data are in data.py, files of a run in checkpoint.py, and what only some flag
-asks for in extras/. One process is a process group of one rank, so no line asks whether there is a
-group.
+Replaces a trainer framework by one loop. In this order: flags; a run, which is prepared, loops and
+finishes; how it goes on from a checkpoint; a step; the modes; optimizers; evaluation; the log; how
+ranks meet and agree; how a run ends. Samples are in data.py, files of a run in checkpoint.py, and
+what only some flag asks for in extras/. One process is a process group of one rank, so no line asks
+whether there is a group.
 
 How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
 alone, and ranks take its micro batches in turn: any number of ranks reads the same samples in the
 same order. Our modes divide nothing before the gradients of all micro batches are added up, in
 that order. So in fp32 on CPU zero2 and zero3 produce the bits of one process on every number of
 ranks, also where it changes in the middle of a run; the other modes do where each rank has one
-micro-step. What is logged is the mean over all ranks, and every decision is taken from numbers
-that all share.
+micro-step. Losses and norms that are logged are those of all ranks, and every decision is taken
+from numbers that all share. (Times and memory are rank 0's; `ranks` in metrics.jsonl has all.)
 
 Output: a line every few steps, out_dir/metrics.jsonl, checkpoints that any mode at any world size
 can resume, a text that the model wrote, and as the last line of stdout `RESULT {json}`, whose
@@ -86,7 +86,7 @@ WITH_MUON = ("single", "naive", "ddp", *STAGES, "torch-ddp")  # modes that keep 
 MODES = (*WITH_MUON, "torch-zero1", "torch-fsdp-kept", "torch-fsdp")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
-ZERO = ("mode", STAGES)  # what a flag needs that does nothing in other modes
+ZERO = ("mode", STAGES)  # what a flag needs that only stages have
 
 
 def flag(default, help, least=0, most=1e18, choices=(), needs=None, once=False):
@@ -103,7 +103,7 @@ def flag(default, help, least=0, most=1e18, choices=(), needs=None, once=False):
 
 @dataclasses.dataclass
 class Config:
-    """Each field is a flag. None: what is in brackets."""
+    """Each field is a flag. Where the default is None, brackets say what is taken then."""
     # run
     mode: str = flag(None, "who averages gradients [single; under torchrun ddp]", choices=MODES)
     max_steps: int = flag(800, "optimizer steps in all, also those before a resume", least=1,
@@ -244,7 +244,11 @@ def complete(given, record, device):
     """The flags that are given -> Config. The others are as in the record of the checkpoint from
     which the run goes on, or as in the table. Refuses what contradicts itself, or cannot be here.
     """
-    saved = dict(record["flags"]) if record else {}
+    saved = {}
+    if record is not None:
+        for name, value in record["flags"].items():
+            if hasattr(Config, name):  # an earlier version may have had other flags
+                saved[name] = value
     if given.get("eval_only"):
         for name in NOT_TO_EVALUATE:
             saved.pop(name, None)
@@ -254,7 +258,9 @@ def complete(given, record, device):
     if config.mode is None:
         config.mode = "ddp" if "RANK" in os.environ else "single"
     for field in dataclasses.fields(Config):
-        other, values = field.metadata["needs"] or ("mode", MODES)
+        if field.metadata["needs"] is None:
+            continue
+        other, values = field.metadata["needs"]
         if getattr(config, other) not in values:
             if given.get(field.name, field.default) != field.default:
                 raise SystemExit(f"--{field.name} needs --{other} {' or '.join(map(str, values))}")
@@ -264,7 +270,7 @@ def complete(given, record, device):
 
 
 def check(config, device):
-    """Refuse flags that contradict each other, or that this machine cannot serve. Make folders."""
+    """Refuse flags that contradict each other, or that this machine cannot serve."""
     W, B, m = dist.get_world_size(), config.global_batch_size, config.micro_batch_size
     least = W if m == "auto" else W * m
     ranks = "1 rank" if W == 1 else f"{W} ranks"
@@ -359,14 +365,14 @@ def prepare(given, progress):
     # 2) flags, which a checkpoint may have: only rank 0 looks for it, and once
     out_dir = pathlib.Path(start.out_dir).resolve()
     lock = Lock(out_dir)
-    folder, record = on_rank_0(take_and_find, start, lock, out_dir)
+    folder, record = on_rank_0(find_checkpoint, start, lock)
     config = together(complete, given, record, device)
     torch.set_num_threads(config.threads)
     if config.deterministic:
         take_deterministic_kernels()
-    if config.save_interval > 0 and not config.eval_only:  # each rank writes a part of it
-        is_ours = from_rank_0(lock.facts) == lock.holder()
-        check_ranks_agree(dict(out_dir="rank 0's" if is_ours else "another folder"))
+    if config.save_interval > 0 and not config.eval_only:  # each rank writes a part there
+        is_shared = from_rank_0(lock.facts) == lock.holder()
+        check_ranks_agree(dict(out_dir="rank 0's" if is_shared else "another folder"))
 
     # 3) model and data, which must be the same on all ranks, and in the run that goes on
     tokenizer, vocab_size = together(choose_tokenizer, config)
@@ -376,18 +382,17 @@ def prepare(given, progress):
     source = on_rank_0(tokenize, config, tokenizer, say)
     tokens, val_tokens = together(load_tokens, config, source, gpt.config.vocab_size)
     facts = facts_of_run(config, gpt, tokens)
+    # Facts take the place of paths: the same data may lie elsewhere on another host.
     check_ranks_agree(vars(config) | facts | dict(
         validation=fingerprint(val_tokens), torch=torch.__version__, numpy=np.__version__))
     check_facts(folder, record, facts, config)
-    if not config.eval_only:
-        on_rank_0(begin, lock, folder, record)
     if config.micro_batch_size == "auto":
         from extras import auto
         config.micro_batch_size = auto.largest_micro_batch(config, gpt.config, device)
 
     # 4) `model`, what the mode makes of gpt; optimizers over the parameters that this leaves
     model = wrap(gpt, config, device)
-    optimizers = make_optimizers(model, config)
+    optimizers = [] if config.eval_only else make_optimizers(model, config)
     scaler = make_scaler(config, device)
     progress["run_id"] = os.urandom(8).hex()
     peak = introduce(gpt, len(tokens), config, device)
@@ -395,12 +400,13 @@ def prepare(given, progress):
               val_tokens, facts, progress, peak, collections.deque(maxlen=100))
     if record is not None:
         load(run, folder, record)
+    if not config.eval_only:
+        begin(run, folder)
     return run
 
 
 def loop(run):
-    """Make the steps that are left -> exit status if a signal has ended the run before, else None.
-    A collective."""
+    """Make the steps that are left -> exit status if a signal has come, else None. A collective."""
     config, progress, device = run.config, run.progress, run.device
     signals = []  # numbers; one or more on any rank: all finish the step, save, stop
     if progress["step"] == config.max_steps:
@@ -409,7 +415,7 @@ def loop(run):
     with contextlib.ExitStack() as stack:
         metrics, watchers = start_watchers(stack, run)
         for step in range(progress["step"] + 1, config.max_steps + 1):
-            # forward, backward and update; stop if too many steps in a row were skipped
+            # forward, backward and update
             progress["step"] = step
             lr = set_lr(run.optimizers, step, config)
             batches = micro_batches(run.tokens, step, config, device)
@@ -417,9 +423,6 @@ def loop(run):
                                         config)
             entry = dict(step=step, lr=lr, **measured)
             progress["skipped"] = (progress["skipped"] + 1) if entry["skipped"] else 0
-            if progress["skipped"] == MAX_SKIPPED_STEPS:
-                raise SystemExit(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: "
-                                 "lower --lr")
             if is_due(step, config.check_interval):
                 compare_parameters(run.model)
 
@@ -430,12 +433,15 @@ def loop(run):
                 if entry["val_loss"] < progress["best_val_loss"]:
                     best = dict(best_step=step, best_val_loss=entry["val_loss"])
 
-            # log, on rank 0
+            # log, on rank 0; stop if too many steps in a row were skipped
             log_step(entry, run)
             for watch in watchers:
                 watch(progress["entry"])
             if metrics is not None:
                 run.lock.sign(step=step)
+            if progress["skipped"] == MAX_SKIPPED_STEPS:
+                raise SystemExit(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: "
+                                 "lower --lr")
 
             # write a checkpoint, on all ranks, and stop where one of them was told to; skipped
             # steps must not push out the checkpoints before them, but the last one counts
@@ -444,13 +450,15 @@ def loop(run):
             if config.save_interval and (is_time or is_last or best or stop):
                 save(run, metrics, best)
             if stop:
-                how = "; go on with --resume auto" if config.save_interval and run.saved else ""
-                say(f"train.py: stopped by a signal after step {step}{how}", sys.stderr)
-                number = max(gather(max(signals, default=0)))
-                return 128 + number if run.saved else 1
+                break
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    return None
+    number = max(gather(max(signals, default=0)))
+    if number == 0:
+        return None
+    how = "; go on with --resume auto" if config.save_interval and run.saved else ""
+    say(f"train.py: stopped by a signal after step {progress['step']}{how}", sys.stderr)
+    return 128 + number if run.saved else 1
 
 
 def finish(run):
@@ -496,26 +504,28 @@ def is_due(step, interval, also=None):
 # where a run goes on
 
 
-def take_and_find(start, lock, out_dir):
+def find_checkpoint(start, lock):
     """Rank 0: take out_dir, unless this is an evaluation -> the checkpoint to go on from, and its
     record; None, None to begin anew. Refuses where all that may be taken are damaged.
 
     A run that torchrun has started again goes on from its own newest checkpoint, whatever --resume
     says, once it has begun: what lies in out_dir before that is of an earlier run.
     """
-    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    out_dir = lock.path.parent
     is_auto = start.resume == "auto"
     named = []
-    if start.resume is not None and not is_auto:
+    if start.resume not in (None, "auto"):
         named.append(pathlib.Path(start.resume).resolve())
     if not start.eval_only:
         out_dir.mkdir(parents=True, exist_ok=True)
-        goes_on_here = is_auto or is_restart or out_dir in [folder.parent for folder in named]
-        problem = lock.take(start.timeout_s if goes_on_here else 0)
+        is_restart = "TORCHELASTIC_RESTART_COUNT" in os.environ and lock.is_of_same_parent()
+        is_auto = is_auto or is_restart
+        goes_on_here = is_auto or out_dir in [folder.parent for folder in named]
+        problem = lock.take(start.timeout_s if goes_on_here else 0, say)
         if problem is not None:
             say(f"train.py: {problem}", sys.stderr)
-        is_restart = is_restart and lock.facts["has_begun"]
-    folders = newest_first(out_dir) + named if is_auto or is_restart else named
+    folders = newest_first(out_dir) if is_auto else []
+    folders = [folder for folder in folders if folder not in named] + named
     for folder in folders:
         problem = problem_of(folder)
         if problem is None:
@@ -526,10 +536,11 @@ def take_and_find(start, lock, out_dir):
         if folder == folders[-1]:
             raise SystemExit(f"--resume {start.resume}: {folder} {problem}")
         say(f"train.py: {folder} {problem}; falling back to the checkpoint before", sys.stderr)
+    if start.eval_only and start.resume is None and start.init_from is None:
+        raise SystemExit("--eval_only needs --resume or --init_from, such as --resume out/best")
     if start.eval_only and start.init_from is None:
-        raise SystemExit(f"--eval_only: there is no checkpoint in {out_dir}: --resume PATH names "
-                         "one, such as out/best")
-    if is_auto:
+        raise SystemExit(f"--eval_only: there is no checkpoint in {out_dir}")
+    if start.resume == "auto":
         say(f"no checkpoint in {out_dir}: a new run begins")
     return None, None
 
@@ -557,21 +568,23 @@ def check_facts(folder, record, facts, config):
         raise SystemExit(f"--max_steps {config.max_steps} is less than the steps of {folder}")
 
 
-def begin(lock, folder, record):
-    """Rank 0: bring out_dir to where it was at the checkpoint in folder. One that lies elsewhere,
-    or none, begins a new run."""
-    out_dir = lock.path.parent
+def begin(run, folder):
+    """From here on out_dir is this run's: bring it to where it was at the checkpoint in folder. One
+    that lies elsewhere, or none, begins a new run. A collective."""
     step = best_step = 0
-    if folder is not None and folder.parent == out_dir:
-        step, best_step = record["step"], record["best_step"]
-    moved = rewind(out_dir, step, best_step)
+    if folder is not None and folder.parent == run.out_dir:
+        step, best_step = run.progress["step"], run.progress["best_step"]
+    moved = on_rank_0(rewind, run.out_dir, step, best_step)
     if moved is not None:
         say(moved)
-    lock.sign(step=step, has_begun=True)
+    if dist.get_rank() == 0:
+        run.lock.sign(step=step, has_begun=True)
+    if not from_rank_0((run.out_dir / "best").exists()):  # none yet, or it is in another folder
+        run.progress |= dict(best_step=0, best_val_loss=math.inf)
 
 
 def load(run, folder, record):
-    """Go on from a checkpoint. The line that this prints is a restart's first one. A collective."""
+    """Go on from a checkpoint. A collective."""
     try:
         dcp.load(sharded_state(run.model, *run.optimizers), checkpoint_id=folder)
         if run.config.comm_hook == "topk":
@@ -581,8 +594,6 @@ def load(run, folder, record):
         raise SystemExit(f"{folder}: {last_line(error)}") from error
     for name in run.progress:
         run.progress[name] = record[name]
-    if not run.config.eval_only and not from_rank_0((run.out_dir / "best").exists()):
-        run.progress |= dict(best_step=0, best_val_loss=math.inf)  # it is in another folder
     if record["scaler"]:  # empty, unless that run had fp16, too
         run.scaler.load_state_dict(record["scaler"])
     if run.config.comm_hook in ("topk", "powersgd"):
@@ -724,7 +735,7 @@ def lr_at(step, config):
     min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
     decay_steps = max(1, config.max_steps - config.warmup_steps)
     done = (step - 1 - config.warmup_steps) / decay_steps
-    coefficient = 0.5 * (1 + math.cos(math.pi * done))  # from 1 to 0
+    coefficient = 0.5 * (1 + math.cos(math.pi * done))  # falls from 1 towards 0
     return min_lr + coefficient * (config.lr - min_lr)
 
 
@@ -1074,7 +1085,8 @@ def over_ranks(own, device):
     table = torch.zeros(len(own), W, dtype=torch.float64, device=device)
     table[:, dist.get_rank()] = table.new_tensor(list(own.values()))
     dist.all_reduce(table)
-    step_ms, exposed_ms, _ = table = table.cpu()
+    table = table.cpu()
+    step_ms, exposed_ms, _ = table
     busy_ms = step_ms - exposed_ms
     found = dict(slowest=None if busy_ms.isnan().any() else busy_ms.argmax().item())
     for name, row in zip(own, table):
@@ -1123,7 +1135,7 @@ def start_watchers(stack, run):
         watchers.append(functools.partial(write_metrics, metrics))
     if config.tensorboard or config.wandb:
         from extras import trackers
-        watchers += trackers.start(stack, config, run.progress)
+        on_rank_0(trackers.start, stack, config, run.progress, watchers)
     if config.profile or config.trace:
         from extras import profiles
         watchers += profiles.start(stack, run)
@@ -1143,7 +1155,8 @@ def write_metrics(metrics, entry):
 # Ranks that disagree hang: one leaves, the others wait for it in their next collective. So what can
 # fail on one rank by itself runs in `together` or `on_rank_0`, after which all ranks go on or all
 # stop. SystemExit with a text is a user's mistake, or a run that cannot sensibly go on. `main` says
-# it in one line.
+# it in one line. (extras/ import some of this from train: another copy of this file's functions
+# beside those of __main__, which does no harm, as there is no state in the module.)
 
 
 def choose_device(kind):
@@ -1198,12 +1211,36 @@ def start_process_group(device, timeout_s):
     store, rank, W = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, W = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun's agents may keep a store when they start ranks again, with the addresses of dead
-        # ones. Where rank 0 has it, it is new, and a node that has joined has another count.
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        store = meet(store, rank, W, timeout)
     dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
                             world_size=W, timeout=timeout)
+
+
+def meet(store, rank, W, timeout):
+    """store, torchrun's, under a prefix that only the ranks of this start know.
+
+    torchrun may keep its store over restarts (torch 2.13), and in it the addresses of dead ranks,
+    for which new ranks would wait. It counts restarts, but per node, so the count is no prefix that
+    ranks agree on. So rank 0 draws a prefix, and every other rank asks for it under a number that
+    it has drawn itself: an answer to a dead rank is never taken for one's own.
+    """
+    drawn = os.urandom(8).hex()
+    if rank > 0:
+        store.set(f"ask/{rank}", drawn)
+        prefix = store.get(f"answer/{drawn}").decode()  # waits
+        store.set(f"{prefix}/met/{rank}", "")
+        return dist.PrefixStore(prefix, store)
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    peers = range(1, W)
+    while not store.check([f"{drawn}/met/{peer}" for peer in peers]):
+        for peer in peers:
+            if store.check([f"ask/{peer}"]):  # asked by a dead rank, or by the one that waits
+                asked = store.get(f"ask/{peer}").decode()
+                store.set(f"answer/{asked}", drawn)
+        if time.monotonic() > deadline_s:
+            raise SystemExit("some ranks did not start within --timeout_s")
+        time.sleep(0.01)
+    return dist.PrefixStore(drawn, store)
 
 
 def gather(value):
@@ -1297,7 +1334,7 @@ def main():
     try:
         status = train(given, progress)
     except SystemExit as error:
-        refuse(str(error), 1 if progress["entry"] else 2)
+        refuse(str(error), 1 if progress["step"] else 2)
     except ModuleNotFoundError as error:
         refuse(f"there is no {error.name}, which some of these flags need beside train.py")
     except Exception as error:
@@ -1314,8 +1351,9 @@ def main():
 
 
 def refuse(text, status=2):
-    """Leave for a reason that all ranks have. The first one of a host says it, and torchrun ends
-    the others. (If only this one has failed after all, it says so after a while.)"""
+    """Leave for a reason that all ranks have. The first one of a host says it. The others wait for
+    the SIGTERM that they get from torchrun then: if they left first, the first one might get it
+    before it speaks. (If only this one has failed after all, it says so after a while.)"""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(5)

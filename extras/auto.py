@@ -68,7 +68,7 @@ def largest_micro_batch(config, gpt_config, device):
     bytes_per_sequence = max(1, peaks[1] - peaks[0])
     room = limit - peaks[0]  # beside size 1
     most = min(train.gather(1 + room / bytes_per_sequence if room >= 0 else 0))
-    share = config.global_batch_size // W
+    share = max(1, config.global_batch_size // W)  # fewer than W are for an evaluation alone
     fitting = [size for size in range(1, share + 1) if size <= most and share % size == 0]
     found = f"size 1 takes {1e-9 * peaks[0]:.2f} GB, and the limit is {1e-9 * limit:.2f}"
     if not fitting:

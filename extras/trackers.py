@@ -1,16 +1,12 @@
 """--tensorboard, --wandb: functions that take the metrics of each step, on rank 0."""
 
-import torch.distributed as dist
 
-
-def start(stack, config, progress):
-    """-> such functions. stack, an ExitStack, closes what they write to."""
-    watchers = []
-    if config.tensorboard and dist.get_rank() == 0:
+def start(stack, config, progress, watchers):
+    """Rank 0: add such functions to watchers. stack, an ExitStack, closes what they write to."""
+    if config.tensorboard:
         watchers.append(start_tensorboard(stack, config, progress))
-    if config.wandb and dist.get_rank() == 0:
+    if config.wandb:
         watchers.append(start_wandb(stack, config, progress))
-    return watchers
 
 
 def scalars(entry):
