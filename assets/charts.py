@@ -29,9 +29,9 @@ BENCH = ROOT / "out" / "bench"
 OURS = "#7a62b8"
 TORCHS = "#bf4f86"
 DEEPSPEEDS = "#2a9d9d"
-# Each imports only some of those before it.
-FILES = ("oracle.py", "model.py", "guards.py", "ddp.py", "zero.py", "extras/", "train.py",
-         "verify.py", "tests/")
+# Each imports only some of those before it, and train.py also what a flag needs of extras/.
+FILES = ("oracle.py", "model.py", "guards.py", "ddp.py", "zero.py", "data.py", "checkpoint.py",
+         "train.py", "extras/", "verify.py", "tests/")
 IDEA = ("oracle.py", "ddp.py", "zero.py")
 STILL = "mode=zero3&ranks=2&event=start-unshard-blocks.1-again&still=1"
 SMOOTHED = 20  # steps whose mean is a point of the training loss
