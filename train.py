@@ -845,7 +845,7 @@ def build_gpt(config, vocab_size, record):
         sizes = {name: value for name, value in record["facts"].items() if name in fields}
     elif config.init_from:
         from extras import llama
-        sizes = llama.read_sizes(config.init_from)
+        sizes = llama.read_sizes(config)
         if sizes["vocab_size"] != vocab_size:
             say(f"--init_from {config.init_from} knows {sizes['vocab_size']} tokens, and the "
                 f"tokenizer {vocab_size}: its weights are for other ones")

@@ -63,8 +63,12 @@ def write_llama(folder, tensors, config, end_token):
     pathlib.Path(folder, "config.json").write_text(json.dumps(llama, indent=1))
 
 
-def read_sizes(folder):
-    """Options of GPTConfig from a folder's config.json. Refuses what this model cannot be."""
+def read_sizes(config):
+    """Options of GPTConfig from the config.json of --init_from. Refuses what this model cannot be.
+    """
+    folder = config.init_from
+    if config.n_layer or config.n_head or config.n_kv_head or config.n_embd:
+        raise SystemExit("--init_from has sizes of its own: only --block_size can be another")
     if not os.path.isdir(folder):
         raise SystemExit(f"--init_from {folder} is no folder of a Llama; to go on with a run of "
                          "this program: --resume auto")

@@ -209,3 +209,21 @@ def test_another_vocabulary_is_said(tmp_path):
     hf.rename(tmp_path / "gone")
     found = finish(out, max_steps=2, resume="auto", **options)["stdout"]
     assert "other ones" not in found and "resumed" in found, found
+
+
+@pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero3")])
+def test_a_run_outlives_the_folder_it_began_from(n_ranks, mode, tmp_path):
+    """A run that has begun with --init_from goes on when that folder is gone, in another mode, too,
+    to the bits of an undisturbed run; one that begins anew is refused in a line."""
+    pytest.importorskip("safetensors", reason="pip install safetensors")
+    hf, out = tmp_path / "hf", tmp_path / "out"
+    finish(tmp_path / "first", export_hf=hf, n_head=4, n_kv_head=2, max_steps=1)
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
+    options = dict(init_from=hf, save_interval=1, lr=0.01, **sizes)
+    expected = finish(tmp_path / "alone", n_ranks, mode=mode, **options)["param_sha256"]
+    finish(out, n_ranks, mode=mode, max_steps=2, **options)
+    hf.rename(tmp_path / "gone")
+    finish(None, n_ranks, argv=["--resume=auto", f"--out_dir={out}", "--max_steps=3"])
+    found = finish(out, 2, mode="zero2", resume="auto", **options)
+    assert found["param_sha256"] == expected, "other bits"
+    refused(f"{hf}", tmp_path / "anew", **options)
