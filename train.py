@@ -273,7 +273,7 @@ def check(config, device):
     """Refuse flags that contradict each other, or that this machine cannot serve."""
     W, B, m = dist.get_world_size(), config.global_batch_size, config.micro_batch_size
     least = W if m == "auto" else W * m
-    ranks = "1 rank" if W == 1 else f"{W} ranks"
+    ranks = count(W, "rank")
     refusals = (
         (config.mode == "single" and W > 1,
          f"--mode single is one process, but torchrun started {W}"),
@@ -317,6 +317,7 @@ def check_compiler():
 # -------------------------------------------------------------------------------------------------
 # a run
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MAX_SKIPPED_STEPS = 20  # in a row, for a loss or gradients that are not finite; then a run stops
 
 
@@ -370,9 +371,8 @@ def prepare(given, progress):
     torch.set_num_threads(config.threads)
     if config.deterministic:
         take_deterministic_kernels()
-    if config.save_interval > 0 and not config.eval_only:  # each rank writes a part there
-        is_shared = from_rank_0(lock.facts) == lock.holder()
-        check_ranks_agree(dict(out_dir="rank 0's" if is_shared else "another folder"))
+    if config.save_interval > 0 and not config.eval_only:
+        together(check_shared, lock, from_rank_0(lock.facts))
 
     # 3) model and data, which must be the same on all ranks, and in the run that goes on
     tokenizer, vocab_size = together(choose_tokenizer, config)
@@ -451,7 +451,7 @@ def loop(run):
                 save(run, metrics, best)
             if stop:
                 break
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     number = max(gather(max(signals, default=0)))
     if number == 0:
@@ -490,7 +490,7 @@ def note_signals(signals):
         if len(signals) > most:
             os._exit(128 + number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, note)
 
 
@@ -543,6 +543,14 @@ def find_checkpoint(start, lock):
     if start.resume == "auto":
         say(f"no checkpoint in {out_dir}: a new run begins")
     return None, None
+
+
+def check_shared(lock, facts):
+    """Refuse where this rank's out_dir is not the folder in which rank 0 has written these facts:
+    each rank writes its part of a checkpoint there."""
+    if lock.holder() != facts:
+        raise SystemExit(f"--out_dir {lock.path.parent} is another folder than rank 0's, or rank 0 "
+                         "cannot write there: all ranks need the same one")
 
 
 def facts_of_run(config, gpt, tokens):
@@ -598,8 +606,7 @@ def load(run, folder, record):
         run.scaler.load_state_dict(record["scaler"])
     if run.config.comm_hook in ("topk", "powersgd"):
         run.model.comm_state.iter = run.progress["step"]
-    W = dist.get_world_size()
-    ranks = "1 rank" if W == 1 else f"{W} ranks"
+    ranks = count(dist.get_world_size(), "rank")
     say(f"resumed from {folder}, after step {record['step']}, on {ranks} "
         f"({record['world_size']} before)")
 
@@ -909,8 +916,9 @@ def make_optimizers(model, config):
 
 def make_scaler(config, device):
     """Loss scaling for fp16, off for other dtypes. Its check for inf is reduced over all ranks: if
-    one skips a step, all do, and all halve the scale. It begins with 2**16, torch's number, over N
-    micro batches, rounded to a power of two, since their losses are not divided by N."""
+    one skips a step, all do, and all halve the scale. It begins with torch's number, 2**16, divided
+    by N, rounded up to a power of two: losses of a step's N micro batches are summed, not averaged.
+    """
     N = max(1, config.global_batch_size // config.micro_batch_size)
     return ShardedGradScaler(device.type, 2.0 ** (16 - (N - 1).bit_length()),
                              enabled="fp16" in (config.dtype, config.param_dtype))
@@ -941,7 +949,7 @@ def evaluate(model, tokens, config, device):
     losses = torch.zeros(n, dtype=torch.float64, device=device)
     for turn in range(math.ceil(n / (m * W))):
         first = (turn * W + rank) * m
-        places = np.arange(first, first + m)
+        places = np.arange(first, first + m)  # in the evaluation; from n on they do not count
         blocks = order[np.minimum(places, n - 1)]
         x, y = read_blocks(tokens, blocks, config.block_size, device)
         with autocast(config.dtype, device):
@@ -1171,9 +1179,9 @@ def choose_device(kind):
     local_rank, n_local, n_devices = local_numbers(kind)
     backend = dist.get_default_backend_for_device(kind)
     if n_local > n_devices and backend != "nccl":
-        raise SystemExit(f"--device {kind}: torchrun started {n_local} ranks here, for {n_devices} "
-                         f"devices, and {backend} cannot share a device: start fewer ranks, or "
-                         "choose --device cpu")
+        raise SystemExit(f"--device {kind}: torchrun started {n_local} ranks here, for "
+                         f"{count(n_devices, 'device')}, and {backend} cannot share a device: "
+                         "start fewer ranks, or choose --device cpu")
     return take_device(kind, local_rank, n_local)
 
 
@@ -1190,8 +1198,7 @@ def say_sharing(kind):
     """Print on rank 0 that ranks share devices, where they do."""
     _, n_local, n_devices = local_numbers(kind)
     if n_local > n_devices:
-        devices = "1 device" if n_devices == 1 else f"{n_devices} devices"
-        say(f"{n_local} ranks share {devices}: times say nothing")
+        say(f"{n_local} ranks share {count(n_devices, 'device')}: times say nothing")
 
 
 def take_deterministic_kernels():
@@ -1304,6 +1311,11 @@ def check_ranks_agree(facts):
         if len(set(values)) > 1:
             raise SystemExit(f"ranks differ in {name}, which is {values} on ranks 0 to "
                              f"{len(values) - 1}")
+
+
+def count(n, noun):
+    """1 rank, 2 ranks."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def say(text, file=None):

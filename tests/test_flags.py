@@ -94,6 +94,8 @@ def test_mistakes_are_one_line(tmp_path):
     refused("differ in data", out, 2, mode="ddp", dataset="tokens", plant=here)
     refused("rank 1: .*lost", out, 2, mode="ddp", dataset="lost", plant=here)
     finish(out, 2, mode="ddp", dataset="text", plant=here)  # a text is rank 0's alone
+    refused("rank 1: --out_dir .*1/out is another folder than rank 0's", "out", 2, mode="ddp",
+            save_interval=1, plant=here)
     refused(r"step 23\b", out, 2, status=1, mode="ddp", max_steps=30,
             plant=partial(spoil, "cross_entropy", {2, *range(4, 99)}, math.nan))
     refused(r"wte\.weight", tmp_path / "a", 2, status=1, mode="ddp", save_interval=1,
