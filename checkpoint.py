@@ -93,34 +93,39 @@ def sharded_state(model: nn.Module,
     state cannot be divided as its parameter is.
     """
     pieces = [*parts(model)]
-    own = {p for _, p, _, _ in pieces}
+    of_model = {p for _, p, _, _ in pieces}
     state_of = {}  # {parameter: {kind: value}}
     for optimizer in optimizers:
         # Torch's ZeroRedundancyOptimizer has another one inside, over what this rank updates.
         optimizer = getattr(optimizer, "optim", optimizer)
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p not in own:
+                if p not in of_model:
                     raise ValueError(f"an optimizer has a parameter of shape {[*p.shape]} that is "
                                      "none of the model's: make it of model.parameters(), after "
                                      "the model was wrapped")
+                if p in state_of:
+                    raise ValueError(f"two optimizers have a parameter of shape {[*p.shape]}")
                 state_of[p] = state_in(optimizer, group, p)
     found = {}
     for name, p, first, whole in pieces:
-        n = local(p).numel()
+        own = local(p)
+        n = own.numel()
         if n == 0:
             continue  # so Adam's step of a rank that owns nothing, which stays 0, is left out
         for kind, t in {"model": p, **state_of.get(p, {})}.items():
             if not isinstance(t, torch.Tensor):
                 raise ValueError(f"{kind} of {name} is {t!r}: a checkpoint takes tensors alone")
-            flat = in_order_of_memory(local(t), f"{kind} of {name}").as_subclass(Slice)
-            if t.dim() == p.dim() and len(flat) == n:
+            t = local(t)
+            if t.shape == own.shape:
+                flat = flattened(t, own.stride(), f"{kind} of {name}")
                 flat.first, flat.whole = first, whole
-            elif n == whole or len(flat) == 1:  # Adafactor's rows; a count of steps
-                flat.first, flat.whole = 0, len(flat)
+            elif n == whole or t.numel() == 1:  # Adafactor's rows; a count of steps
+                flat = flattened(t, t.stride(), f"{kind} of {name}")
+                flat.first, flat.whole = 0, t.numel()
             else:
                 raise ValueError(f"{kind} of {name} cannot be divided among ranks: its shape is "
-                                 f"{[*t.shape]}, and that of the shard {[*p.shape]}")
+                                 f"{[*t.shape]}, and that of the shard {[*own.shape]}")
             found[f"{kind}.{name}"] = flat
     return found
 
@@ -165,13 +170,14 @@ def by_stride(strides):
     return sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
 
 
-def in_order_of_memory(t, name):
-    """All elements of t, (n,), in the memory that they have."""
+def flattened(t, strides, name):
+    """All elements of t, (n,), in the memory that they have, in the order in which these strides
+    lay them out."""
     try:
-        return t.detach().permute(by_stride(t.stride())).view(-1)
+        return t.detach().permute(by_stride(strides)).view(-1).as_subclass(Slice)
     except RuntimeError as error:
-        raise ValueError(f"{name} has gaps in its memory: strides {t.stride()} of shape "
-                         f"{[*t.shape]}") from error
+        raise ValueError(f"{name} has gaps in its memory, or another order there than its "
+                         f"parameter: strides {t.stride()} of shape {[*t.shape]}") from error
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
@@ -384,13 +390,13 @@ class Lock:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 is_held = True
             except BlockingIOError:
+                time.sleep(0.1)  # the holder may have taken it just now, and not signed yet
                 text = f"in {self.path.parent} a run is alive: {self.whose()}"
                 if time.monotonic() > deadline_s:
                     raise SystemExit(f"{text}. End it, or choose another folder") from None
                 if not has_waited:
                     say(f"{text}. Waiting for its end, up to {wait_s:g} s")
                 has_waited = True
-                time.sleep(0.1)
             except OSError as error:
                 problem = f"{self.path}: {error.strerror}: so other runs may write there, too"
         self.sign(step=0, has_begun=self.is_of_same_parent())

@@ -275,6 +275,8 @@ def test_what_cannot_be_saved_is_refused():
     raises(ValueError, "n_steps of .* is 1: a checkpoint takes tensors", sharded_state, model,
            optimizer)
     optimizer = adamw(model.parameters())
+    raises(ValueError, "two optimizers have a parameter of shape", sharded_state, model, optimizer,
+           sgd(model.parameters()))
     sharded_state(model, optimizer)
     for p in model.parameters():
         if p.dim() == 2 and p.numel() > 2:
@@ -287,6 +289,12 @@ def test_what_cannot_be_saved_is_refused():
     module = nn.Linear(4, 4)
     module.weight = nn.Parameter(torch.zeros(4, 6)[:, :4])
     raises(ValueError, "weight has gaps in its memory", sharded_state, module)
+    module = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(module.parameters())
+    for p in module.parameters():
+        optimizer.state[p]["exp_avg"] = torch.zeros(p.shape)
+    raises(ValueError, "exp_avg of weight.* another order there than its parameter", sharded_state,
+           module, optimizer)
     module = nn.Linear(4, 4)
     wrapped = FullyShardedDataParallel(nn.Sequential(module), device_id=torch.device("cpu"))
     raises(ValueError, "take fully_shard", sharded_state, wrapped)
