@@ -182,18 +182,13 @@ def load_tokens(config, source, vocab_size):
             train, val = np.split(tokens, [int(0.9 * len(tokens))])
     except ValueError as error:  # empty, or half a token
         raise SystemExit(f"--dataset {path}: {error}") from error
-    if not config.eval_only:
-        least = config.global_batch_size * config.block_size + 1
-        if len(train) < least:
-            raise SystemExit(f"--dataset {path} is too short: it has {len(train)} tokens to train "
-                             f"on, and {least} are needed. --block_size and --global_batch_size "
-                             "lower that")
-    if config.eval_steps:
-        least = config.block_size + 1
-        if len(val) < least:
-            raise SystemExit(f"--dataset {path} is too short: it has {len(val)} tokens to validate "
-                             f"with, and {least} are needed. --block_size lowers that; "
-                             "--eval_steps 0 needs none")
+    n_train = 0 if config.eval_only else config.global_batch_size * config.block_size + 1
+    n_val = config.block_size + 1 if config.eval_steps else 0
+    if len(train) < n_train or len(val) < n_val:
+        raise SystemExit(f"--dataset {path} is too short: it has {len(train)} tokens to train on "
+                         f"and {len(val)} to validate with, and {n_train} and {n_val} are needed. "
+                         "--block_size and --global_batch_size lower that; --eval_steps 0 needs "
+                         "none to validate with")
     for tokens in (train, val):
         largest = some_of(tokens).max(initial=0)  # the loss refuses any other such token
         if largest >= vocab_size:
