@@ -1,5 +1,6 @@
 """Which device a rank takes, and --deterministic."""
 
+import math
 import os
 import re
 import socket
@@ -16,7 +17,7 @@ import oracle
 import train
 from extras import auto
 from tests.common import raises
-from tests.runs import finish, in_update, run_train, this_rank
+from tests.runs import finish, in_update, lines_of, run_train, this_rank
 
 
 @contextmanager
@@ -168,3 +169,17 @@ def test_no_deterministic_kernel(tmp_path):
     fact = r"failed in step 2: RuntimeError: put_ does not have a deterministic implementation.*\n"
     assert re.search(fact, text) and "Traceback" not in text, ended
     assert ended.codes == [1, 1], ended
+
+
+def test_devices_have_a_peak():
+    """By their names; what is not known has none, and so no MFU, as on a CPU."""
+    for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
+                       ("NVIDIA A100-SXM4-80GB", 312e12)):
+        assert train.peak_flops(name) == peak, name
+    for name in ("CPU", "NVIDIA GeForce GTX 970"):
+        assert math.isnan(train.peak_flops(name)), name
+
+
+def test_a_cpu_has_no_mfu(tmp_path):
+    assert finish(tmp_path)["mfu"] is None
+    assert {entry["mfu"] for entry in lines_of(tmp_path / "metrics.jsonl")} == {None}

@@ -140,8 +140,8 @@ def test_short_texts_name_flags(tmp_path):
     text = tmp_path / "text"
     text.write_text("a short text. " * 40)
     out = tmp_path / "out"
-    refused("504 tokens to train on and 56 .*, and 513 and 257 are .*--block_size and --global_batch_size", out,
-            dataset=text, block_size=256)
+    fact = "504 tokens to train on and 56 .*, and 513 and 257 are .*--block_size and --global_batch"
+    refused(fact, out, dataset=text, block_size=256)
     refused("and 56 to validate with, and 129 and 65 are .*--block_size .*--eval_steps 0 needs none",
             out, dataset=text, block_size=64)
     finish(out, dataset=text, block_size=64, eval_steps=0)
