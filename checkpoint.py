@@ -1,6 +1,6 @@
 """Checkpoints of any training loop: what a rank has, by name; and the folder of a run.
 
-Replaces torch.save on rank 0. Copy this file by itself: it knows no other one.
+Replaces torch.save on rank 0. Copy this file by itself: it imports no other one.
 
     import torch.distributed.checkpoint as dcp
     from checkpoint import sharded_state
@@ -18,8 +18,11 @@ The second part is about files alone, and has no collectives. In a run's folder 
         .metadata       where each slice is: a pickle of torch.distributed.checkpoint
         checkpoint.json what the loop knows beside tensors
         SHA256SUMS      of the other files, in the form of `sha256sum`
+    .step_00000200      one that is not complete
     best                a link to the best one
+    metrics.jsonl       a line per step
     .lock               who writes here
+    earlier_20261127_.. what a run has moved aside that began anew, or further back
 
 So a crash leaves the checkpoints before as they are:
 
@@ -87,7 +90,9 @@ def sharded_state(model: nn.Module,
     model: one of our stages, a DDP, ours or torch's, what torch's fully_shard leaves, or a module
     without any wrapper. Keys are made of the names that parameters have in the bare module, such as
     `model.blocks.0.weight` and `exp_avg.blocks.0.weight`. State that an optimizer has not made yet
-    is made first, as it would begin. Learning rates, a loss scale and buffers are not in it.
+    is made first: as torch's begin, and with zeros for SGD and for optimizers of others, so step
+    once before you call this if these begin otherwise (SGD with dampening does). Learning rates, a
+    loss scale and buffers are not in it.
 
     Raises ValueError where an optimizer has parameters that are none of the model's, and where
     state cannot be divided as its parameter is.
@@ -112,7 +117,7 @@ def sharded_state(model: nn.Module,
         own = local(p)
         n = own.numel()
         if n == 0:
-            continue  # so Adam's step of a rank that owns nothing, which stays 0, is left out
+            continue  # another rank has it, and its state: here Adam's count of steps stays 0
         for kind, t in {"model": p, **state_of.get(p, {})}.items():
             if not isinstance(t, torch.Tensor):
                 raise ValueError(f"{kind} of {name} is {t!r}: a checkpoint takes tensors alone")
@@ -120,7 +125,7 @@ def sharded_state(model: nn.Module,
             if t.shape == own.shape:
                 flat = flattened(t, own.stride(), f"{kind} of {name}")
                 flat.first, flat.whole = first, whole
-            elif n == whole or t.numel() == 1:  # Adafactor's rows; a count of steps
+            elif n == whole or t.numel() == 1:  # not cut: of any shape; or a count of steps
                 flat = flattened(t, t.stride(), f"{kind} of {name}")
                 flat.first, flat.whole = 0, t.numel()
             else:
@@ -134,7 +139,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
     """Yield (name, what this rank has of the parameter, the first element of it, how many elements
     the whole has), of all parameters of a model."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    # Of ours: where parameters are in buckets. In a stage a slot has the layout of a shard, too.
+    # {name: Slot} of our wrappers, see ddp.py. Where nothing is cut a slot's layout is None.
     slots = {slot.fqn: slot for slot in getattr(model, "_slots", {}).values()}
     is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
     is_wrapped = is_torchs or len(slots) > 0 or hasattr(model, "full_parameters")
@@ -206,7 +211,7 @@ def state_before_first_step(kind, group, p):
     if hasattr(optimizer, "_init_group"):  # here torch's make it, before they change it in a step
         n_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
         optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(n_lists)))
-    if not optimizer.state[twin]:  # but for SGD, whose momentum begins with zeros
+    if not optimizer.state[twin]:  # SGD and most optimizers of others make none there
         optimizer.step()
         for t in optimizer.state[twin].values():
             if isinstance(t, torch.Tensor):
@@ -215,10 +220,10 @@ def state_before_first_step(kind, group, p):
 
 
 # -------------------------------------------------------------------------------------------------
-# the folder of a run: each of these is for one process, such as rank 0
+# the folder of a run: what writes there is for one process, such as rank 0
 
 RECORD, SUMS = "checkpoint.json", "SHA256SUMS"
-HASHED = (".distcp", ".metadata", RECORD)  # ends of the names of the files that SUMS has
+HASHED = (".distcp", ".metadata", RECORD)  # SUMS lists the files whose names end so
 
 
 def checkpoint_of(out_dir: pathlib.Path, step: int) -> pathlib.Path:
@@ -286,12 +291,12 @@ def read_record(folder: pathlib.Path) -> dict:
 
 
 def tidy(out_dir: pathlib.Path, best_step: int, keep_last: int) -> None:
-    """Point `best` to the checkpoint of best_step, if it is there. Remove those that are neither it
-    nor among the keep_last newest ones."""
+    """Point `best` to the checkpoint of best_step, if it is there; 0 means none. Remove those that
+    are neither it nor among the keep_last newest ones."""
     best, link = checkpoint_of(out_dir, best_step), out_dir / "best"
     if link.is_dir() and not link.is_symlink():  # as in a copy that has followed the link
         link.rename(out_dir / time.strftime("earlier_best_%Y%m%d_%H%M%S"))
-    if best.exists():  # there is no step 0, which means none
+    if best.exists():
         new = hidden(link)
         new.unlink(missing_ok=True)
         new.symlink_to(best.name)
@@ -320,7 +325,7 @@ def rewind(out_dir: pathlib.Path, step: int, best_step: int) -> str | None:
         path.rename(aside / path.name)
     for unfinished in out_dir.glob(".step_*"):
         shutil.rmtree(unfinished)
-    tidy(out_dir, best_step, keep_last=10**8)
+    tidy(out_dir, best_step, keep_last=10**8)  # the link alone: this removes nothing
     if metrics.exists():
         kept = hidden(metrics)
         kept.write_bytes(b"".join(lines_until(step, metrics)))
@@ -329,7 +334,8 @@ def rewind(out_dir: pathlib.Path, step: int, best_step: int) -> str | None:
         fsync(out_dir)
     if not moved:
         return None
-    return f"{', '.join(path.name for path in moved)} of an earlier run: moved to {aside}"
+    names = ", ".join(path.name for path in moved)
+    return f"{names}, newer or of an earlier run: moved to {aside}"
 
 
 def lines_until(step, metrics):
@@ -351,7 +357,7 @@ class Metrics:
         self.unwritten = b""
 
     def add(self, entry):
-        """Write a line. Raises OSError if it has to wait: no reason to lose the run."""
+        """Write a line. Raises OSError if it has to wait; then the caller should go on."""
         self.unwritten += (json.dumps(entry) + "\n").encode()
         self.write()
 
@@ -371,17 +377,18 @@ class Lock:
     it go when the process ends, however that ends. The file .lock says whose it is.
 
     facts: what the holder writes there: its host, parent, pid and step; and has_begun: whether what
-    lies in out_dir is of its run. (Before that it is of an earlier one.) torchrun, the parent of a
-    rank, may start a run again: then it has begun if that torchrun's last holder had.
+    lies in out_dir is of its run, and no longer of an earlier one. torchrun, the parent of a rank,
+    may start a run again: a holder takes over has_begun from one before that had the same parent.
     """
 
     def __init__(self, out_dir: pathlib.Path):
-        self.path = out_dir / ".lock"
+        self.path, self.file = out_dir / ".lock", None
         self.facts = dict(host=socket.gethostname(), parent=os.getppid(), pid=os.getpid())
 
     def take(self, wait_s: float, say=print) -> str | None:
         """Take it, or wait for it that long -> a line where the file system has no such locks, else
         None. Raises SystemExit, with what the holder has written, if it does not end by then."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         deadline_s = time.monotonic() + wait_s
         is_held, has_waited, problem = False, False, None
@@ -399,7 +406,7 @@ class Lock:
                 has_waited = True
             except OSError as error:
                 problem = f"{self.path}: {error.strerror}: so other runs may write there, too"
-        self.sign(step=0, has_begun=self.is_of_same_parent())
+        self.sign(step=0, has_begun=self.parent_has_begun())
         os.fsync(self.file)
         return problem
 
@@ -413,14 +420,16 @@ class Lock:
         facts = self.holder()
         return f"host {facts.get('host')}, pid {facts.get('pid')}, step {facts.get('step')}"
 
-    def is_of_same_parent(self) -> bool:
+    def parent_has_begun(self) -> bool:
         """Whether the last holder had begun a run, and had the parent of this process."""
         facts = self.holder()
         is_same = all(facts.get(name) == self.facts[name] for name in ("host", "parent"))
         return is_same and facts.get("has_begun", False)
 
     def sign(self, **facts) -> None:
-        """The holder: write who it is, and what has changed since, such as the step."""
+        """The holder, others do nothing: write what has changed, such as the step."""
+        if self.file is None:
+            return
         self.facts |= facts
         with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self.file, json.dumps(self.facts).ljust(300).encode(), 0)

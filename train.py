@@ -363,7 +363,7 @@ def prepare(given, progress):
     start_process_group(device, start.timeout_s)
     say_sharing(device.type)
 
-    # 2) flags, which a checkpoint may have: only rank 0 looks for it, and once
+    # 2) flags, which a checkpoint may have: only rank 0 looks for one, and once
     out_dir = pathlib.Path(start.out_dir).resolve()
     lock = Lock(out_dir)
     folder, record = on_rank_0(find_checkpoint, start, lock)
@@ -382,7 +382,8 @@ def prepare(given, progress):
     source = on_rank_0(tokenize, config, tokenizer, say)
     tokens, val_tokens = together(load_tokens, config, source, gpt.config.vocab_size)
     facts = facts_of_run(config, gpt, tokens)
-    # Facts take the place of paths: the same data may lie elsewhere on another host.
+    # The fact `dataset`, a hash, takes the place of --dataset's path, which may be another one on
+    # another host.
     check_ranks_agree(vars(config) | facts | dict(
         validation=fingerprint(val_tokens), torch=torch.__version__, numpy=np.__version__))
     check_facts(folder, record, facts, config)
@@ -437,14 +438,13 @@ def loop(run):
             log_step(entry, run)
             for watch in watchers:
                 watch(progress["entry"])
-            if metrics is not None:
-                run.lock.sign(step=step)
+            run.lock.sign(step=step)
             if progress["skipped"] == MAX_SKIPPED_STEPS:
                 raise SystemExit(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: "
                                  "lower --lr")
 
-            # write a checkpoint, on all ranks, and stop where one of them was told to; skipped
-            # steps must not push out the checkpoints before them, but the last one counts
+            # write a checkpoint, on all ranks; a skipped step must not push out those before it,
+            # but the last step has one. Then stop, if some rank was told to
             is_time = is_due(step, config.save_interval) and not entry["skipped"]
             is_last = step == config.max_steps
             if config.save_interval and (is_time or is_last or best or stop):
@@ -517,8 +517,7 @@ def find_checkpoint(start, lock):
     if start.resume not in (None, "auto"):
         named.append(pathlib.Path(start.resume).resolve())
     if not start.eval_only:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        is_restart = "TORCHELASTIC_RESTART_COUNT" in os.environ and lock.is_of_same_parent()
+        is_restart = "TORCHELASTIC_RESTART_COUNT" in os.environ and lock.parent_has_begun()
         is_auto = is_auto or is_restart
         goes_on_here = is_auto or out_dir in [folder.parent for folder in named]
         problem = lock.take(start.timeout_s if goes_on_here else 0, say)
@@ -534,7 +533,7 @@ def find_checkpoint(start, lock):
                 raise SystemExit(f"{folder} was written by an earlier version of train.py")
             return folder, record
         if folder == folders[-1]:
-            raise SystemExit(f"--resume {start.resume}: {folder} {problem}")
+            raise SystemExit(f"{folder}, from which this run is to go on, {problem}")
         say(f"train.py: {folder} {problem}; falling back to the checkpoint before", sys.stderr)
     if start.eval_only and start.resume is None and start.init_from is None:
         raise SystemExit("--eval_only needs --resume or --init_from, such as --resume out/best")
@@ -566,12 +565,14 @@ def facts_of_run(config, gpt, tokens):
 
 
 def check_facts(folder, record, facts, config):
-    """Refuse a checkpoint that is of another run, or beyond this one; record: None without one."""
+    """Refuse a checkpoint that is of another run, or has made more steps than --max_steps. record:
+    None without one."""
     if record is None:
         return
     for name, value in facts.items():
-        if record["facts"][name] != value:
-            raise SystemExit(f"{folder} has {name} {record['facts'][name]}, and this run {value}")
+        before = record["facts"].get(name)
+        if before != value:
+            raise SystemExit(f"{folder} has {name} {before}, and this run {value}")
     if not config.eval_only and record["step"] > config.max_steps:
         raise SystemExit(f"--max_steps {config.max_steps} is less than the steps of {folder}")
 
@@ -585,8 +586,7 @@ def begin(run, folder):
     moved = on_rank_0(rewind, run.out_dir, step, best_step)
     if moved is not None:
         say(moved)
-    if dist.get_rank() == 0:
-        run.lock.sign(step=step, has_begun=True)
+    run.lock.sign(step=step, has_begun=True)
     if not from_rank_0((run.out_dir / "best").exists()):  # none yet, or it is in another folder
         run.progress |= dict(best_step=0, best_val_loss=math.inf)
 
@@ -615,7 +615,7 @@ def save(run, metrics, best):
     """Write out_dir/step_... Where that fails, as on a full disk, it is said, earlier checkpoints
     are as they were, and the run goes on: the next one may succeed. A collective.
 
-    best: the progress that counts with this checkpoint, {} if it is not the best one.
+    best: best_step and best_val_loss, if this is the best one so far; else {}.
     """
     config, progress = run.config, run.progress
     folder = checkpoint_of(run.out_dir, progress["step"])
@@ -644,7 +644,8 @@ def save(run, metrics, best):
 
 
 def publish_and_tidy(folder, record, metrics):
-    """Rank 0: a run that resumes keeps the metrics up to there, so they must be on disk before."""
+    """Rank 0: complete a checkpoint, and remove old ones. A run that resumes keeps the metrics up
+    to there, so these must be on disk before."""
     metrics.sync()
     publish(folder, record)
     tidy(folder.parent, record["best_step"], record["flags"]["keep_last"])
@@ -887,7 +888,8 @@ def takes_muon(name, p, config):
 
 def make_optimizers(model, config):
     """[AdamW], which decays matrices only, as shards keep their dimensions; with --optimizer muon
-    [AdamW, Muon], the latter for the matrices of blocks."""
+    [AdamW, Muon], the latter for the matrices of blocks. (Of one that you add state has to be
+    tensors, as `sharded_state` saves no others.)"""
     matrices, others, for_muon = [], [], []
     for name, p in model.named_parameters():
         if takes_muon(name, p, config):
@@ -1020,7 +1022,7 @@ def bytes_per_param(model, gpt, optimizers):
     held += [p.grad for p in held if p.grad is not None]
     for optimizer in optimizers:
         for state in optimizer.state.values():
-            held += [t for t in state.values() if t.dim() > 0]  # not AdamW's count of steps
+            held += [t for t in state.values() if t.dim() > 0]  # no counts of steps
     n_bytes = {}  # of each piece of memory, by its address
     for t in held:
         storage = local(t).untyped_storage()

@@ -4,6 +4,7 @@ import ast
 import itertools
 import math
 import os
+import pathlib
 import re
 import runpy
 import shlex
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+import checkpoint
 from ddp import DDP
 from tests.params import full, ROOT, slug
 from tests.runs import finish, run_alone, run_train
@@ -147,7 +149,7 @@ def run_own(folder, W):
 def use_using(folder, stage, begins):
     """On each rank: a model in a stage makes a step, and is saved by the lines of using.md; or is
     loaded by them. Then another step -> none; rank 0 keeps the weights."""
-    [code] = [block for block in blocks_of("using", "py") if "dcp.load" in block]
+    [code] = [block for block in blocks_of("using", "py") if "import sharded_state" in block]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
     net[1].requires_grad_(False)
@@ -184,6 +186,42 @@ def test_using_saves_and_loads(groups, tmp_path):
         groups.run(use_using, dict(folder=str(tmp_path), stage=stage, begins=False), W, 60)
         for name, value in torch.load(tmp_path / f"{stage}.pt").items():
             assert torch.equal(value, expected[name]), f"{name} in {stage}"
+
+
+def use_usings_loop(out_dir, last_step):
+    """On each rank: the loop of using.md, until a step -> None; rank 0 keeps the weights."""
+    [code] = [block for block in blocks_of("using", "py") if "newest_first" in block]
+    begin, save = code.split("...\n")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2))
+    model = STAGES["zero3"](net, units=[net[0]])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
+    names = dict(vars(checkpoint), dist=dist, rank=dist.get_rank(), out_dir=pathlib.Path(out_dir),
+                 model=model, optimizer=optimizer, step=0)
+    exec(begin, names)
+    while names["step"] < last_step:
+        names["step"] += 1
+        step_alike(model, optimizer)
+        exec(save, names)
+    found = model.full_state_dict()
+    if dist.get_rank() == 0:
+        torch.save(found, f"{out_dir}/{last_step}.pt")
+        os.close(names["lock"].file)  # as at the end of its process
+
+
+def test_usings_loop_goes_on(groups, tmp_path):
+    """From the newest checkpoint that is sound, at another number of ranks, to the weights of a
+    loop that was never stopped; the two newest checkpoints stay."""
+    alone, out = tmp_path / "alone", tmp_path / "out"
+    groups.run(use_usings_loop, dict(out_dir=str(alone), last_step=5), 1, 60)
+    groups.run(use_usings_loop, dict(out_dir=str(out), last_step=3), 2, 60)
+    (out / "step_00000003" / "checkpoint.json").write_text("damaged")
+    groups.run(use_usings_loop, dict(out_dir=str(out), last_step=5), 3, 60)
+    expected = torch.load(alone / "5.pt")
+    for name, value in torch.load(out / "5.pt").items():
+        assert torch.equal(value, expected[name]), name
+    assert sorted(path.name for path in out.glob("step_*")) == ["step_00000004", "step_00000005"]
+    assert len([*out.glob("earlier_*/step_00000003")]) == 1
 
 
 class ThreeParameters(nn.Module):

@@ -142,8 +142,8 @@ def test_short_texts_name_flags(tmp_path):
     out = tmp_path / "out"
     fact = "504 tokens to train on and 56 .*, and 513 and 257 are .*--block_size and --global_batch"
     refused(fact, out, dataset=text, block_size=256)
-    refused("and 56 to validate with, and 129 and 65 are .*--block_size .*--eval_steps 0 needs none",
-            out, dataset=text, block_size=64)
+    fact = "and 56 to validate with, and 129 and 65 are .*--block_size .*--eval_steps 0 needs none"
+    refused(fact, out, dataset=text, block_size=64)
     finish(out, dataset=text, block_size=64, eval_steps=0)
     finish(out, dataset=text, block_size=32)
 
