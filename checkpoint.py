@@ -90,19 +90,19 @@ def sharded_state(model: nn.Module,
     model: one of our stages, a DDP, ours or torch's, what torch's fully_shard leaves, or a module
     without any wrapper. Keys are made of the names that parameters have in the bare module, such as
     `model.blocks.0.weight` and `exp_avg.blocks.0.weight`. State that an optimizer has not made yet
-    is made first: as torch's begin, and with zeros for SGD and for optimizers of others, so step
-    once before you call this if these begin otherwise (SGD with dampening does). Learning rates, a
-    loss scale and buffers are not in it.
+    is made first, as it would begin. Learning rates, a loss scale and buffers are not in it. Names
+    and numbers of elements are all that loading compares: if shapes may differ, compare them.
 
-    Raises ValueError where an optimizer has parameters that are none of the model's, and where
-    state cannot be divided as its parameter is.
+    Raises ValueError where an optimizer has parameters that are none of the model's, where state
+    cannot be divided as its parameter is, and where it cannot be made before the first step, as
+    that of SGD with dampening.
     """
     pieces = [*parts(model)]
     of_model = {p for _, p, _, _ in pieces}
     state_of = {}  # {parameter: {kind: value}}
     for optimizer in optimizers:
-        # Torch's ZeroRedundancyOptimizer has another one inside, over what this rank updates.
-        optimizer = getattr(optimizer, "optim", optimizer)
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            optimizer = optimizer.optim  # torch's stage 1: over what this rank updates
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p not in of_model:
@@ -205,18 +205,41 @@ def state_in(optimizer, group, p):
 
 def state_before_first_step(kind, group, p):
     """{name: value} that an optimizer of this kind begins with: that of a twin of p, of zeros."""
-    twin = nn.Parameter(torch.zeros_like(p.detach()))
-    twin.grad = torch.zeros_like(p.detach())
-    optimizer = kind([dict(group, params=[twin])], lr=group["lr"])
+    twin, optimizer = optimizer_of_one(kind, group, torch.zeros_like(p.detach()))
     if hasattr(optimizer, "_init_group"):  # here torch's make it, before they change it in a step
         n_lists = len(inspect.signature(optimizer._init_group).parameters) - 1
         optimizer._init_group(optimizer.param_groups[0], *([] for _ in range(n_lists)))
-    if not optimizer.state[twin]:  # SGD and most optimizers of others make none there
-        optimizer.step()
-        for t in optimizer.state[twin].values():
-            if isinstance(t, torch.Tensor):
-                t.zero_()
+    if optimizer.state[twin]:
+        return optimizer.state[twin]
+    # SGD, and most optimizers of others, make none there. Zeros will do if a step from them is the
+    # first step: tried on parameters of one element.
+    one = torch.ones((1,) * p.dim())
+    first, fresh = optimizer_of_one(kind, group, one.clone())
+    other, begins_with_zeros = optimizer_of_one(kind, group, one.clone())
+    make_zeros(optimizer, twin)
+    make_zeros(begins_with_zeros, other)
+    for q, tried in ((first, fresh), (other, begins_with_zeros)):
+        q.data.fill_(1)
+        q.grad.fill_(1)
+        tried.step()
+    if not torch.equal(first, other):
+        raise TypeError("it does not begin with zeros")
     return optimizer.state[twin]
+
+
+def optimizer_of_one(kind, group, values):
+    """-> a parameter with these values and a gradient of zeros, and an optimizer of it alone."""
+    p = nn.Parameter(values)
+    p.grad = torch.zeros_like(values)
+    return p, kind([dict(group, params=[p])], lr=group["lr"])
+
+
+def make_zeros(optimizer, p):
+    """Let an optimizer make its state of p in a step, and make that zeros."""
+    optimizer.step()
+    for t in optimizer.state[p].values():
+        if isinstance(t, torch.Tensor):
+            t.zero_()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -270,11 +293,15 @@ def publish(folder: pathlib.Path, record: dict) -> None:
     fsync(folder.parent)
 
 
+def is_checkpoint(folder: pathlib.Path) -> bool:
+    return (folder / SUMS).is_file()
+
+
 def problem_of(folder: pathlib.Path) -> str | None:
     """What is wrong with a checkpoint, None if all its files are as they were written. Ask it
     before anything else is read: .metadata is a pickle."""
     try:
-        if not (folder / SUMS).is_file():
+        if not is_checkpoint(folder):
             return f"is no checkpoint, as it has no {SUMS}"
         expected = (folder / SUMS).read_text("utf-8", "replace").splitlines()
         found = checksums(folder)
@@ -376,14 +403,15 @@ class Lock:
     """The right to write in out_dir, which one process has at a time. The kernel holds it, and lets
     it go when the process ends, however that ends. The file .lock says whose it is.
 
-    facts: what the holder writes there: its host, parent, pid and step; and has_begun: whether what
-    lies in out_dir is of its run, and no longer of an earlier one. torchrun, the parent of a rank,
-    may start a run again: a holder takes over has_begun from one before that had the same parent.
+    facts: what the holder writes there: its host, pid and step; which torchrun has started it; and
+    has_begun: whether what lies in out_dir is of its run, and no longer of an earlier one. torchrun
+    may start a run again: then a holder takes over has_begun from the one before.
     """
 
     def __init__(self, out_dir: pathlib.Path):
         self.path, self.file = out_dir / ".lock", None
-        self.facts = dict(host=socket.gethostname(), parent=os.getppid(), pid=os.getpid())
+        self.facts = dict(host=socket.gethostname(), pid=os.getpid(), parent=parent(),
+                          run_id=os.environ.get("TORCHELASTIC_RUN_ID"))
 
     def take(self, wait_s: float, say=print) -> str | None:
         """Take it, or wait for it that long -> a line where the file system has no such locks, else
@@ -406,7 +434,8 @@ class Lock:
                 has_waited = True
             except OSError as error:
                 problem = f"{self.path}: {error.strerror}: so other runs may write there, too"
-        self.sign(step=0, has_begun=self.parent_has_begun())
+        self.facts |= dict(step=0, has_begun=self.is_restart())
+        self.write()
         os.fsync(self.file)
         return problem
 
@@ -420,16 +449,38 @@ class Lock:
         facts = self.holder()
         return f"host {facts.get('host')}, pid {facts.get('pid')}, step {facts.get('step')}"
 
-    def parent_has_begun(self) -> bool:
-        """Whether the last holder had begun a run, and had the parent of this process."""
-        facts = self.holder()
-        is_same = all(facts.get(name) == self.facts[name] for name in ("host", "parent"))
-        return is_same and facts.get("has_begun", False)
+    def is_restart(self) -> bool:
+        """Whether the torchrun that has started this process had begun the last holder's run. It is
+        the parent, or has a name of its own, as with --standalone, where ranks are behind a shell
+        or on another host than before."""
+        before = self.holder()
+        n_restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # of this host: None, 0, 1, ...
+        is_parent = all(before.get(name) == self.facts[name] for name in ("host", "parent"))
+        has_name = self.facts["run_id"] not in (None, "none")
+        is_run = has_name and before.get("run_id") == self.facts["run_id"] and n_restarts != "0"
+        return n_restarts is not None and (is_parent or is_run) and before.get("has_begun", False)
+
+    def check(self) -> None:
+        """Raises SystemExit where .lock is not the holder's any more: somebody has removed it."""
+        if not self.path.exists() or self.path.stat().st_ino != os.fstat(self.file).st_ino:
+            raise SystemExit(f"{self.path} was removed, so others may write there")
 
     def sign(self, **facts) -> None:
         """The holder, others do nothing: write what has changed, such as the step."""
-        if self.file is None:
-            return
         self.facts |= facts
         with contextlib.suppress(OSError):  # a full disk
-            os.pwrite(self.file, json.dumps(self.facts).ljust(300).encode(), 0)
+            self.write()
+
+    def write(self):
+        if self.file is not None:
+            os.pwrite(self.file, json.dumps(self.facts).ljust(400).encode(), 0)
+
+
+def parent():
+    """The process that has started this one, by its number and, on Linux, the time of its start:
+    in containers numbers come again."""
+    number = os.getppid()
+    with contextlib.suppress(OSError):
+        facts = pathlib.Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+        return f"{number} since {facts[19]}"
+    return str(number)

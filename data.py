@@ -39,7 +39,7 @@ class Characters:
             with open(path, "rb") as file:
                 meta = PlainUnpickler(file).load()
             self.n_vocab, self.characters, self.ids = meta["vocab_size"], meta["itos"], meta["stoi"]
-        except (pickle.UnpicklingError, EOFError, LookupError, TypeError) as error:
+        except Exception as error:  # what is no such pickle may fail in any way
             raise SystemExit(f"--dataset: {path} is not as nanoGPT writes it: {error!r}") from error
 
     def encode(self, text, **options):

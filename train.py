@@ -69,7 +69,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from checkpoint import (checkpoint_of, hidden, local, Lock, Metrics, newest_first,
+from checkpoint import (checkpoint_of, hidden, is_checkpoint, local, Lock, Metrics, newest_first,
                         problem_of, publish, read_record, rewind, sharded_state, tidy)
 from data import (block_order, choose_tokenizer, count_blocks, encode_prompt, fingerprint,
                   load_tokenizer, load_tokens, micro_batches, read_blocks, tokenize)
@@ -228,9 +228,12 @@ def read_flags(argv):
 def read_value(field, text):
     """What a flag's text says, within its limits. For argparse, which adds the flag's name."""
     about = field.metadata
-    if text in about["choices"] or (field.type is str and not about["choices"]):
+    is_any_text = field.type is str and not about["choices"]
+    if text in about["choices"] or (is_any_text and (text or field.name == "prompt")):
         return text
     possible = [*about["choices"]]
+    if is_any_text:
+        possible.append("texts that are not empty")
     if field.type is not str:
         possible.append(f"{field.type.__name__} from {about['least']:g} to {about['most']:g}")
         with contextlib.suppress(ValueError):
@@ -517,8 +520,9 @@ def find_checkpoint(start, lock):
     if start.resume not in (None, "auto"):
         named.append(pathlib.Path(start.resume).resolve())
     if not start.eval_only:
-        is_restart = "TORCHELASTIC_RESTART_COUNT" in os.environ and lock.parent_has_begun()
-        is_auto = is_auto or is_restart
+        is_auto = is_auto or lock.is_restart()
+        if named and not is_auto and not is_checkpoint(named[0]):  # before anything is written
+            raise SystemExit(f"--resume {start.resume}: {named[0]} {problem_of(named[0])}")
         goes_on_here = is_auto or out_dir in [folder.parent for folder in named]
         problem = lock.take(start.timeout_s if goes_on_here else 0, say)
         if problem is not None:
@@ -628,6 +632,7 @@ def save(run, metrics, best):
     problem = None
     try:
         dcp.save(tensors, checkpoint_id=hidden(folder))
+        on_rank_0(run.lock.check)
         on_rank_0(publish_and_tidy, folder, record, metrics)
     except (dcp.CheckpointException, SystemExit) as error:
         problem = last_line(error)
@@ -1338,7 +1343,8 @@ def main():
     one line with the step, for what fails later, such as another rank."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a sample may have any character
+        if stream is not None:  # it is closed
+            stream.reconfigure(errors="backslashreplace")  # a sample may have any character
     # Where a forward fails, so do hooks that are called always: torch says so before our line.
     warnings.filterwarnings("ignore", message=".*``always_call=True`` raised an exception")
     given = read_flags(sys.argv[1:])

@@ -38,7 +38,7 @@ NAMED = {  # and those whose line names something else
     "--batch_size=8": "--micro_batch_size", "--max_step=5": "--max_steps", "--beta3=1": "--beta",
     "--dtype=bfloat16": "fp32, bf16, fp16", "--compile=False": "--no-compile",
     "--tokenizer": "expected one argument", "config.py": r"config\.py; --help lists all$",
-    f"--resume={ROOT}": "no checkpoint"}
+    f"--resume={ROOT}": "no checkpoint", "--out_dir=": "out_dir.*not empty"}
 
 
 def bare():

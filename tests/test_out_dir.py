@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import pathlib
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +15,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -352,3 +355,58 @@ def test_ranks_end_with_their_agent(n_ranks, number, tmp_path):
     n_steps = lines_of(metrics)[-1]["step"]
     assert saved(out) == [n_steps], (tmp_path / "log").read_text()[-2000:]
     assert "stopped by a signal" in (tmp_path / "log").read_text()
+
+
+MINE = dict(host="here", parent="7 since 1", run_id="mine")
+
+
+@pytest.mark.parametrize("n_restarts, before, expected", [
+    ("0", MINE, True),  # other nodes have come or gone
+    ("1", MINE, True),
+    (None, MINE, False),  # this is no torchrun
+    ("1", dict(MINE, has_begun=False), False),
+    ("1", dict(MINE, parent="9 since 2"), True),  # ranks are behind a shell
+    ("1", dict(MINE, host="there"), True),  # rank 0 was on another host
+    ("0", dict(MINE, parent="7 since 2"), False),  # in another container with equal numbers
+    ("1", dict(MINE, parent="7 since 2", run_id="other"), False),
+    ("1", {}, False)], ids=str)
+def test_a_restart_is_known(n_restarts, before, expected, tmp_path):
+    """What an out_dir has is of a run that this torchrun has begun, or of an earlier one."""
+    (tmp_path / ".lock").write_text(json.dumps({**before, "has_begun": True, **before}))
+    lock = checkpoint.Lock(tmp_path)
+    lock.facts |= MINE
+    with mock.patch.dict(os.environ, clear=False):
+        os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
+        if n_restarts is not None:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = n_restarts
+        assert lock.is_restart() == expected
+
+
+def test_a_run_without_a_name_is_not_known():
+    """torchrun's --rdzv_id is none unless given: then only the parent tells."""
+    for run_id in (None, "none"):
+        lock = checkpoint.Lock(pathlib.Path("nowhere"))
+        lock.facts |= dict(MINE, run_id=run_id)
+        lock.holder = lambda: dict(MINE, run_id=run_id, parent="9 since 2", has_begun=True)
+        with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="1"):
+            assert not lock.is_restart()
+
+
+def test_a_parent_has_a_time():
+    assert re.fullmatch(rf"{os.getppid()} since \d+", checkpoint.parent())
+
+
+def test_a_folder_that_goes_is_noticed(tmp_path):
+    """A run whose out_dir is removed, and with it the lock, says so, writes no checkpoint that
+    seems to be whole, and ends with status 1."""
+    out = tmp_path / "out"
+    finish(out, status=1, save_interval=1, plant=partial(in_update, 3, 0, shutil.rmtree, out),
+           fact=r"checkpoint failed, .*\.lock was removed")
+    assert not saved(out)
+
+
+def test_mistakes_leave_nothing(tmp_path):
+    """Where --resume names no checkpoint nothing is made, not even a lock."""
+    for path in (tmp_path / "no/step_00000001", tmp_path):
+        refused("no checkpoint", None, argv=[f"--resume={path}"])
+    assert not [*tmp_path.iterdir()], [*tmp_path.iterdir()]

@@ -207,6 +207,44 @@ def test_torchs_stage_1_is_read():
     assert sum(gather(mine)) == n_all and mine < n_all
 
 
+class Lion(torch.optim.Optimizer):
+    """An optimizer of others: its state is made in a step, and begins with zeros."""
+    begins_with = 0.0
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.full_like(p, self.begins_with)
+                state["mean"].lerp_(p.grad, 0.1)
+                p.sub_(group["lr"] * state["mean"].sign())
+
+
+class Eager(Lion):
+    """Its state does not begin with zeros."""
+    begins_with = -1.0
+
+
+@pytest.mark.ranks(1)
+def test_optimizers_of_others_begin_with_zeros():
+    """Or have to make a step first; so does SGD with dampening, whose first step is another one."""
+    module = nn.Linear(3, 2)
+    assert "mean.weight" in sharded_state(module, Lion(module.parameters()))
+    damped = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+    for kind in (Eager, damped):
+        optimizer = kind(module.parameters())
+        raises(ValueError, "makes its state in its first step alone: step first", sharded_state,
+               module, optimizer)
+        module(torch.ones(3)).sum().backward()
+        optimizer.step()
+        assert len(sharded_state(module, optimizer)) == 4
+
+
 class Scalar(nn.Module):
     """Parameters without a dimension, of one element, and in channels_last."""
 
