@@ -455,6 +455,8 @@ class Lock:
         or on another host than before."""
         before = self.holder()
         n_restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # of this host: None, 0, 1, ...
+        if not before:  # nobody has signed here: only the count tells
+            return n_restarts not in (None, "0")
         is_parent = all(before.get(name) == self.facts[name] for name in ("host", "parent"))
         has_name = self.facts["run_id"] not in (None, "none")
         is_run = has_name and before.get("run_id") == self.facts["run_id"] and n_restarts != "0"

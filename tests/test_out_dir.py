@@ -369,7 +369,7 @@ MINE = dict(host="here", parent="7 since 1", run_id="mine")
     ("1", dict(MINE, host="there"), True),  # rank 0 was on another host
     ("0", dict(MINE, parent="7 since 2"), False),  # in another container with equal numbers
     ("1", dict(MINE, parent="7 since 2", run_id="other"), False),
-    ("1", {}, False)], ids=str)
+    ("1", dict(host="far"), False)], ids=str)
 def test_a_restart_is_known(n_restarts, before, expected, tmp_path):
     """What an out_dir has is of a run that this torchrun has begun, or of an earlier one."""
     (tmp_path / ".lock").write_text(json.dumps({**before, "has_begun": True, **before}))
@@ -380,6 +380,13 @@ def test_a_restart_is_known(n_restarts, before, expected, tmp_path):
         if n_restarts is not None:
             os.environ["TORCHELASTIC_RESTART_COUNT"] = n_restarts
         assert lock.is_restart() == expected
+
+
+def test_without_a_lock_the_count_tells(tmp_path):
+    """As in a copy of a folder that was made without its hidden files."""
+    for n_restarts, expected in (("0", False), ("1", True)):
+        with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=n_restarts):
+            assert checkpoint.Lock(tmp_path).is_restart() == expected
 
 
 def test_a_run_without_a_name_is_not_known():
