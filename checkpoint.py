@@ -22,7 +22,7 @@ The second part is about files alone, and has no collectives. In a run's folder 
     best                a link to the best one
     metrics.jsonl       a line per step
     .lock               who writes here
-    earlier_20261127_.. what a run has moved aside that began anew, or further back
+    earlier_20261127_.. what a run that began anew, or went back, has moved aside
 
 So a crash leaves the checkpoints before as they are:
 

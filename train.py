@@ -349,7 +349,7 @@ def train(given, progress):
     """A run, by the flags that are given -> exit status. A collective.
 
     progress: the step, the best one and its loss, how many steps in a row were skipped, the metrics
-    of the last step, a name for trackers. `main` names the step in errors.
+    of the last step, the id that W&B knows the run by. `main` names the step in errors.
     """
     run = prepare(given, progress)
     status = None if run.config.eval_only else loop(run)
@@ -753,7 +753,7 @@ def lr_at(step, config):
 
 
 def set_lr(optimizers, step, config):
-    """Give all parameters the learning rate of a step -> it."""
+    """Set the learning rate of a step for all parameters -> that rate."""
     lr = lr_at(step, config)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -805,10 +805,10 @@ def wrap(gpt, config, device):
     """gpt -> what the loop calls, which has all that `Bare` has."""
     if config.compile:
         gpt.compile_blocks()
-    # None is 25 MB too, but only with None is torch's first bucket small.
-    bucket_cap_mb = None if config.bucket_cap_mb == 25 else config.bucket_cap_mb
     if config.mode in ("single", "naive"):
         return Bare(gpt.to(device))
+    # None is 25 MB too, but only with None is torch's first bucket small.
+    bucket_cap_mb = None if config.bucket_cap_mb == 25 else config.bucket_cap_mb
     if config.mode in STAGES:
         for_muon = [p for name, p in gpt.named_parameters() if takes_muon(name, p, config)]
         model = STAGES[config.mode](gpt, param_dtype=DTYPES.get(config.param_dtype),
@@ -823,7 +823,7 @@ def wrap(gpt, config, device):
         return torchs.wrap(gpt.to(device), config, bucket_cap_mb)
     if config.comm_hook is None:
         model.set_gradient_divide_factor(1)  # a sum over ranks: `train_step` divides
-    else:  # which takes the mean itself
+    else:  # a hook takes the mean over ranks itself
         from extras import comm_hooks
         comm_hooks.register(model, config)
     return model
@@ -1343,7 +1343,7 @@ def main():
     one line with the step, for what fails later, such as another rank."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it is closed
+        if stream is not None:  # Python's None for one that was closed
             stream.reconfigure(errors="backslashreplace")  # a sample may have any character
     # Where a forward fails, so do hooks that are called always: torch says so before our line.
     warnings.filterwarnings("ignore", message=".*``always_call=True`` raised an exception")

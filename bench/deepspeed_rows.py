@@ -14,6 +14,7 @@ memory, where train.py's modes take gloo. If that first run is killed, it leaves
 ~/.cache/torch_extensions: remove that folder.
 """
 
+import importlib
 import json
 import os
 import pathlib
@@ -64,7 +65,8 @@ def main():
     import torch.distributed as dist
 
     import data
-    import train
+
+    train = importlib.import_module("train")
 
     # Of what is used below nothing depends on train.py's mode.
     given = train.read_flags([*flags, "--mode", "ddp"])

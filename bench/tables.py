@@ -12,6 +12,7 @@ says in "failed" why there is none.
 """
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import pathlib
@@ -51,8 +52,7 @@ def print_accelerator():
 
 def check_flags(flags, rows):
     """End with a line of train.py's if it does not know these flags, or those of a row."""
-    import train
-
+    train = importlib.import_module("train")
     train.read_flags(flags)
     for row in rows:
         if not row.startswith("deepspeed"):  # no mode of train.py
