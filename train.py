@@ -235,12 +235,13 @@ def read_value(field, text):
     if is_any_text:
         possible.append("texts that are not empty")
     if field.type is not str:
-        possible.append(f"{field.type.__name__} from {about['least']:g} to {about['most']:g}")
+        kind = "whole numbers" if field.type is int else "numbers"
+        possible.append(f"{kind} from {about['least']:g} to {about['most']:g}")
         with contextlib.suppress(ValueError):
             value = field.type(text)
             if about["least"] <= value <= about["most"]:  # nan is not
                 return value
-    raise argparse.ArgumentTypeError(f"{text} is none of {', '.join(possible)}")
+    raise argparse.ArgumentTypeError(f"{text} is not one of: {', '.join(possible)}")
 
 
 def complete(given, record, device):
