@@ -285,7 +285,8 @@ def test_odd_parameters_are_read(first, second, memory_format, groups, tmp_path)
     other = torch.channels_last if memory_format == torch.contiguous_format else (
         torch.contiguous_format)
     options.update(memory_format=other, wrapper=second, saves=False)
-    with pytest.raises(AssertionError, match=r"Missing key in checkpoint state_dict: \S+conv.weight"):
+    missing = r"Missing key in checkpoint state_dict: \S+conv.weight"
+    with pytest.raises(AssertionError, match=missing):
         groups.run(save_or_load_scalar, options, 2, 60)
 
 
