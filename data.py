@@ -11,6 +11,7 @@ What is a user's mistake raises SystemExit with a line that says so.
 
 import functools
 import hashlib
+import itertools
 import os
 import pathlib
 import pickle
@@ -246,6 +247,23 @@ def micro_batches(tokens, step, config, device):
     m = config.micro_batch_size
     for first in range(dist.get_rank() * m, len(blocks), dist.get_world_size() * m):
         yield read_blocks(tokens, blocks[first:first + m], config.block_size, device)
+
+
+class ReadAhead:
+    """`micro_batches` of step after step: an accelerator need not wait for the first one."""
+
+    def __init__(self, tokens, step, config, device):
+        self.read = functools.partial(micro_batches, tokens, config=config, device=device)
+        self.step = step
+        self.batches = self.read(step=step)
+
+    def of_next_step(self):
+        """Yield the micro batches of a step. When one more is asked for, the device computes with
+        the last one: that is when the first one of the step after is read."""
+        yield from self.batches
+        self.step += 1
+        following = self.read(step=self.step)
+        self.batches = itertools.chain([next(following)], following)
 
 
 def read_blocks(tokens, blocks, block_size, device):

@@ -34,8 +34,19 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class GPTConfig:
+    """Sizes. Raises ValueError, naming the field, on those that do not fit.
+
+    Embedding and output head have a row for each of V tokens, and more rows, up to the next
+    multiple of pad_vocab_size_to: a GPU multiplies a matrix of 50,304 rows much faster than one of
+    50,257. No token uses these last rows:
+    - they are 0 at the beginning, and stay 0, since their gradients are;
+    - no loss has their logits, and what `forward` returns does not: none is ever sampled;
+    - a folder of transformers has none of them, whether it is written or read.
+    1 means none of them, as in checkpoints of before there were any.
+    """
     block_size: int = 1024             # T: longest sequence, in tokens
-    vocab_size: int = 50257            # V
+    vocab_size: int = 50257            # V, of the tokenizer
+    pad_vocab_size_to: int = 64
     n_layer: int = 12                  # L
     n_head: int = 12                   # H, query heads
     n_embd: int = 768                  # C; the head size hs is C / H
@@ -49,7 +60,7 @@ class GPTConfig:
     seed: int = 1337                   # of the initial weights
 
     def __post_init__(self):
-        """Fill the derived sizes. Raises ValueError, naming the field, on sizes that do not fit."""
+        """Fill the derived sizes, and check all."""
         self.n_kv_head = self.n_kv_head or self.n_head
         # 8/3 C: three matrices of this width cost as much as the two of width 4 C they replace
         # (Shazeer, arXiv 2002.05202, section 3).
@@ -67,6 +78,11 @@ class GPTConfig:
     @property
     def head_size(self):
         return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self):
+        """Rows of embedding and output head."""
+        return self.pad_vocab_size_to * math.ceil(self.vocab_size / self.pad_vocab_size_to)
 
 
 # Sizes only; the vocabulary comes from the tokenizer. Parameters at V = 50257 beside each.
@@ -171,6 +187,17 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def loss_of(logits, targets):
+    """logits (..., V) of any dtype, targets (...) -> mean cross-entropy in nats, fp32; a target of
+    -1 is left out of it.
+
+    In fp32, as a sum of V exponentials in bf16 loses the small ones. That costs a copy of the
+    logits and a tensor as large as that, unless this is compiled: then neither is in memory.
+    """
+    flat = logits.float().flatten(0, -2)
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
+
+
 class GPT(nn.Module):
     """The whole model.
 
@@ -181,13 +208,15 @@ class GPT(nn.Module):
     followed by `model.init_weights()` gives the weights that building it whole would have given.
     """
 
+    loss_of = staticmethod(loss_of)  # until it is compiled
+
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -199,6 +228,7 @@ class GPT(nn.Module):
         | matrix (out, in), also the embedding    | N(0, 1 / (3 in))                    |
         | `*.proj.weight`, `*.down.weight`        | N(0, 1 / (3 in) / (2 n_layer))      |
         | norm weight                             | 1                                   |
+        | rows that no token uses                 | 0                                   |
 
         1 / (3 in) is the variance of torch's own Linear and, at width 768, GPT-2's 0.02 squared.
         The factor on what is added to the residual stream keeps its variance independent of depth
@@ -218,14 +248,16 @@ class GPT(nn.Module):
             variance = 1 / (3 * p.size(1))
             if name.endswith(("proj.weight", "down.weight")):
                 variance /= 2 * self.config.n_layer
+            if p is self.wte.weight or p is self.lm_head.weight:
+                p[self.config.vocab_size:] = 0
+                p = p[:self.config.vocab_size]
             drawn = torch.empty(p.shape, dtype=torch.float32, device="cpu")  # whatever the default
             p.copy_(drawn.normal_(0.0, math.sqrt(variance), generator=generator))
 
     def forward(self, idx, targets=None):
-        """idx, targets (B, T) token ids -> logits (B, T, V), mean cross-entropy in nats or None.
+        """idx, targets (B, T) token ids -> logits (B, T, V), and `loss_of` them or None.
 
-        The loss is in fp32; a target of -1 is left out of it. Raises ValueError where T exceeds
-        block_size.
+        Raises ValueError where T exceeds block_size.
         """
         T = idx.size(1)
         if T > self.config.block_size:
@@ -238,12 +270,15 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
                 x = block(x, cos, sin)
-        logits = self.lm_head(self.norm(x))  # (B, T, V)
+        padded = self.lm_head(self.norm(x))  # (B, T, rows of the head)
+        V = self.config.vocab_size
+        logits = padded[..., :V]  # no copy
         if targets is None:
             return logits, None
-        # In fp32: a sum of V exponentials in bf16 loses the small ones.
-        flat = logits.float().flatten(0, 1)  # (B T, V)
-        return logits, F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
+        # The rest gets the probability 0, and so the gradient 0, by the softmax. That needs no
+        # autograd, while the loss of a slice would have a copy of its gradient, as large as all.
+        padded.detach()[..., V:] = -math.inf
+        return logits, self.loss_of(padded, targets)
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -266,20 +301,24 @@ class GPT(nn.Module):
         return idx
 
     def compile_blocks(self):
-        """torch.compile each block by itself: small graphs, hooks between them, names unchanged.
+        """torch.compile each block by itself, and the loss: small graphs, hooks between them, names
+        unchanged.
 
         Copy a model before compiling it: a deepcopy's blocks would run the original's weights.
         """
         for block in self.blocks:
             block.forward = torch.compile(block.forward)
+        self.loss_of = torch.compile(loss_of)
 
     def flops_per_token(self):
         """Training FLOPs per token, 6 N + 12 L H Q T: PaLM, arXiv 2204.02311, appendix B.
 
         N counts the embedding only where it is the head too: that use is a matrix multiplication.
+        It does not count rows that no token uses.
         """
         N = sum(p.numel() for p in self.parameters())
         N -= 0 if self.config.tied else self.wte.weight.numel()
+        N -= (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         L, H, T = self.config.n_layer, self.config.n_head, self.config.block_size
         Q = self.config.head_size
         return 6 * N + 12 * L * H * Q * T

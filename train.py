@@ -66,13 +66,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from checkpoint import (checkpoint_of, hidden, is_checkpoint, local, Lock, Metrics, newest_first,
                         problem_of, publish, read_record, rewind, sharded_state, tidy)
 from data import (block_order, choose_tokenizer, count_blocks, encode_prompt, fingerprint,
-                  load_tokenizer, load_tokens, micro_batches, read_blocks, tokenize)
+                  load_tokenizer, load_tokens, read_blocks, ReadAhead, tokenize)
 from ddp import clip_gradients_, DDP, total_norm
 from model import GPT, GPTConfig, PRESETS
 from oracle import average_gradients, kinds_of_devices, take_device
@@ -412,7 +411,8 @@ def prepare(given, progress):
 
 def loop(run):
     """Make the steps that are left -> exit status if a signal has come, else None. A collective."""
-    config, progress, device = run.config, run.progress, run.device
+    config, progress = run.config, run.progress
+    batches = ReadAhead(run.tokens, progress["step"] + 1, config, run.device)
     signals = []  # numbers; one or more on any rank: all finish the step, save, stop
     if progress["step"] == config.max_steps:
         say(f"all {config.max_steps} steps have been made: --max_steps is for more")
@@ -423,9 +423,8 @@ def loop(run):
             # forward, backward and update
             progress["step"] = step
             lr = set_lr(run.optimizers, step, config)
-            batches = micro_batches(run.tokens, step, config, device)
-            measured, stop = train_step(run.model, run.optimizers, run.scaler, batches, signals,
-                                        config)
+            measured, stop = train_step(run.model, run.optimizers, run.scaler,
+                                        batches.of_next_step(), signals, config)
             entry = dict(step=step, lr=lr, **measured)
             progress["skipped"] = (progress["skipped"] + 1) if entry["skipped"] else 0
             if is_due(step, config.check_interval):
@@ -434,7 +433,7 @@ def loop(run):
             # evaluate, on all ranks
             best = {}
             if config.eval_steps and is_due(step, config.eval_interval, also=config.max_steps):
-                entry["val_loss"] = evaluate(run.model, run.val_tokens, config, device)
+                entry["val_loss"] = evaluate(run)
                 if entry["val_loss"] < progress["best_val_loss"]:
                     best = dict(best_step=step, best_val_loss=entry["val_loss"])
 
@@ -471,7 +470,7 @@ def finish(run):
     config, progress = run.config, run.progress
     result = result_of(run)
     if config.eval_only and config.eval_steps:
-        result["val_loss"] = evaluate(run.model, run.val_tokens, config, run.device)
+        result["val_loss"] = evaluate(run)
         say(f"step {progress['step']} | val loss {result['val_loss']:.4f}")
     is_finite = progress["entry"].get("param_norm", 0.0) is not None  # None stands for nan
     if config.sample_tokens and is_finite:
@@ -536,6 +535,8 @@ def find_checkpoint(start, lock):
             record = read_record(folder)
             if "flags" not in record:
                 raise SystemExit(f"{folder} was written by an earlier version of train.py")
+            # One of before rows were added that no token uses has none of them.
+            record["facts"].setdefault("pad_vocab_size_to", 1)
             return folder, record
         if folder == folders[-1]:
             raise SystemExit(f"{folder}, from which this run is to go on, {problem}")
@@ -697,7 +698,7 @@ def train_step(model, optimizers, scaler, batches, signals, config):
     for micro_step, (x, y) in enumerate(batches, start=1):
         with exchanging(model, config, is_last=micro_step == n):
             with autocast(config.dtype, x.device):
-                _, loss = model(x, y)
+                loss = model(x, y)[1]  # logits, which are large, are not kept by a name
             scaler.scale(loss).backward()  # not loss / n, which would round
         losses.append(loss.detach())
     if config.mode == "naive":
@@ -713,8 +714,8 @@ def train_step(model, optimizers, scaler, batches, signals, config):
 
     # Add up losses over ranks, and in the same collective what all ranks must know. Each micro
     # batch has a place, in the order of the data. Other ranks' places are 0, so the sum over ranks
-    # rounds nothing, and the logged loss does not depend on W. All of it is read at once, since an
-    # accelerator stands still meanwhile.
+    # rounds nothing, and the logged loss does not depend on W. All of it is read at once, since the
+    # CPU waits for an accelerator there, which then waits for the CPU: one of two such places.
     sums = torch.zeros(n * W + 2, dtype=torch.float64, device=device)
     sums[rank:n * W:W] = torch.stack(losses)
     sums[-2] = ~norm.isfinite()
@@ -729,13 +730,21 @@ def train_step(model, optimizers, scaler, batches, signals, config):
         for optimizer in optimizers:
             scaler.step(optimizer)
     scaler.update()
-    param_norm = total_norm([local(p.detach()) for p in model.parameters()], model.shard_group)
-    entry = dict(loss=loss, grad_norm=grad_norm, param_norm=param_norm.item(), skipped=skipped)
-    step_s = time.perf_counter() - start_s  # .item() has waited for the update
-    entry["tokens_per_sec"] = config.global_batch_size * config.block_size / step_s
-    own = dict(step_ms=1e3 * step_s, comm_exposed_ms=1e3 * (model.exposed_s - exposed_before_s),
+    weights = [local(p.detach()) for p in model.parameters()]
+    param_norm = total_norm(weights, model.shard_group).to(device)
+
+    # What the step took, on all ranks. To read it is the second place, which waits for the update.
+    own = dict(step_ms=1e3 * (time.perf_counter() - start_s),
+               comm_exposed_ms=1e3 * (model.exposed_s - exposed_before_s),
                mem_bytes=peak_mem_bytes(device))
-    return entry | own | dict(ranks=over_ranks(own, device)), n_signals > 0
+    table = of_all_ranks(own.values(), device)
+    *numbers, param_norm = torch.cat((table.flatten(), param_norm.view(1))).tolist()
+    waited_ms = 1e3 * (time.perf_counter() - start_s) - own["step_ms"]  # for what was launched
+    own["step_ms"] += waited_ms
+    entry = dict(loss=loss, grad_norm=grad_norm, param_norm=param_norm, skipped=skipped, **own)
+    entry["tokens_per_sec"] = 1e3 * config.global_batch_size * config.block_size / own["step_ms"]
+    entry["ranks"] = over_ranks(own, np.reshape(numbers, (len(own), W)), waited_ms)
+    return entry, n_signals > 0
 
 
 def autocast(dtype, device):
@@ -866,6 +875,8 @@ def build_gpt(config, vocab_size, record):
     for name in SIZES:
         if getattr(config, name) is not None:
             sizes[name] = getattr(config, name)
+    if record is not None:
+        sizes["pad_vocab_size_to"] = record["facts"]["pad_vocab_size_to"]
     sizes |= dict(seed=config.seed, activation_checkpointing=config.activation_checkpointing)
     try:
         gpt_config = GPTConfig(**sizes)
@@ -892,6 +903,11 @@ def takes_muon(name, p, config):
     return config.optimizer == "muon" and "blocks." in name and p.dim() == 2
 
 
+# Where fused AdamW has the same bits for a tensor as for its slices. Its CPU kernel rounds the end
+# of a tensor differently. `pytest tests/test_devices.py -k fused` tries the device that is there.
+FUSED_ADAMW = ("cuda",)
+
+
 def make_optimizers(model, config):
     """[AdamW], which decays matrices only, as shards keep their dimensions; with --optimizer muon
     [AdamW, Muon], the latter for the matrices of blocks. (Of one that you add state has to be
@@ -906,10 +922,10 @@ def make_optimizers(model, config):
             others.append(p)
     groups = [dict(params=matrices, weight_decay=config.weight_decay),
               dict(params=others, weight_decay=0.0)]
-    # Not fused: that kernel rounds a tensor's tail differently, so slices would not match wholes.
-    # foreach on an accelerator: else each tensor takes kernels of its own.
-    options = dict(lr=config.lr, betas=(config.beta1, config.beta2),
-                   foreach=not others[0].is_cpu, fused=False)
+    kind = others[0].device.type
+    fused = kind in FUSED_ADAMW  # else foreach on an accelerator: not a kernel for each tensor
+    options = dict(lr=config.lr, betas=(config.beta1, config.beta2), fused=fused,
+                   foreach=kind != "cpu" and not fused)
     if config.mode == "torch-zero1":
         from extras import torchs
         return [torchs.zero1_adamw(groups, options)]
@@ -937,7 +953,7 @@ def make_scaler(config, device):
 
 
 @torch.no_grad()
-def evaluate(model, tokens, config, device):
+def evaluate(run):
     """Mean loss over eval_steps blocks of validation tokens, divided among the ranks. A collective.
 
     The blocks are the same in every run, whatever its seed, and each has a loss of its own. So runs
@@ -948,6 +964,7 @@ def evaluate(model, tokens, config, device):
     A forward may be a collective, so all ranks make the same number, and torch.compile wants
     batches of one size: what is too many is the last block again, and does not count.
     """
+    model, tokens, config, device = run.model, run.val_tokens, run.config, run.device
     model.eval()
     rank, W = dist.get_rank(), dist.get_world_size()
     n_blocks = count_blocks(tokens, config.block_size)
@@ -964,7 +981,7 @@ def evaluate(model, tokens, config, device):
             logits, _ = model(x)
         for place, scores, targets in zip(places, logits, y):
             if place < n:
-                losses[place] = F.cross_entropy(scores.float(), targets)
+                losses[place] = run.gpt.loss_of(scores, targets)
     model.train()
     dist.all_reduce(losses)
     return losses.mean().item()
@@ -1014,10 +1031,11 @@ def compare_parameters(model):
 
     A shard has no second copy to compare with: in the ZeRO modes this finds less.
     """
-    sums = {}
+    names, sums = [], []
     for name, p in model.full_parameters():
-        sums[name] = p.view(torch.int32).sum(dtype=torch.int64).item()
-    check_ranks_agree(sums)
+        names.append(name)
+        sums.append(p.view(torch.int32).sum(dtype=torch.int64))
+    check_ranks_agree(dict(zip(names, torch.stack(sums).tolist())))
 
 
 def bytes_per_param(model, gpt, optimizers):
@@ -1093,20 +1111,30 @@ def peak_mem_bytes(device):
     return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
-def over_ranks(own, device):
-    """{name: number} of this rank -> {name: [min, mean, max] over ranks}, and the slowest rank. All
-    ranks take as long as that one, so it is the one that waits least; None in the torch modes,
-    which do not say how long they wait. A collective."""
+def of_all_ranks(numbers, device):
+    """This rank's numbers -> those of all ranks, a column each: (len(numbers), W), in float64. A
+    collective, for which the CPU does not wait: one by one, numbers are copied at once."""
     W = dist.get_world_size()
-    table = torch.zeros(len(own), W, dtype=torch.float64, device=device)
-    table[:, dist.get_rank()] = table.new_tensor(list(own.values()))
+    table = torch.zeros(len(numbers), W, dtype=torch.float64, device=device)
+    for row, number in zip(table, numbers):
+        row[dist.get_rank()] = number
     dist.all_reduce(table)
-    table = table.cpu()
+    return table
+
+
+def over_ranks(names, table, waited_ms):
+    """[min, mean, max] of each row of a table of `of_all_ranks`, by its name, and the slowest rank.
+    All ranks take as long as that one, so it is the one that waits least; None in the torch modes,
+    which do not say how long they wait.
+
+    waited_ms: what each rank has waited for its device since, at the end of the step.
+    """
     step_ms, exposed_ms, _ = table
     busy_ms = step_ms - exposed_ms
-    found = dict(slowest=None if busy_ms.isnan().any() else busy_ms.argmax().item())
-    for name, row in zip(own, table):
-        found[name] = [row.min().item(), row.mean().item(), row.max().item()]
+    found = dict(slowest=None if np.isnan(busy_ms).any() else int(busy_ms.argmax()))
+    step_ms += waited_ms
+    for name, row in zip(names, table):
+        found[name] = [row.min(), row.mean(), row.max()]
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import train
+from data import micro_batches
 
 
 def bytes_for_a_rank(config, device):
@@ -56,7 +57,7 @@ def largest_micro_batch(config, gpt_config, device):
         scaler = train.make_scaler(trial, device)
         try:
             for step in range(1, 4):
-                batches = train.micro_batches(tokens, step, trial, device)
+                batches = micro_batches(tokens, step, trial, device)
                 train.train_step(model, optimizers, scaler, batches, [], trial)
             peaks.append(train.peak_mem_bytes(device))
         except torch.OutOfMemoryError:  # on all ranks, since all do the same

@@ -31,11 +31,13 @@ LLAMA_ROWS = {"attn_norm": ("input_layernorm",), "mlp_norm": ("post_attention_la
 
 
 def llama_views(config, tensors):
-    """{our name: whole tensor} -> {Llama's name: its rows of ours}, sharing memory."""
-    views = {"model.embed_tokens.weight": tensors["wte.weight"],
+    """{our name: whole tensor} -> {Llama's name: its rows of ours}, sharing memory. Rows that no
+    token uses are left out."""
+    V = config.vocab_size
+    views = {"model.embed_tokens.weight": tensors["wte.weight"][:V],
              "model.norm.weight": tensors["norm.weight"]}
     if not config.tied:
-        views["lm_head.weight"] = tensors["lm_head.weight"]
+        views["lm_head.weight"] = tensors["lm_head.weight"][:V]
     kv = config.n_kv_head * config.head_size
     n_rows = {"attn.qkv": (config.n_embd, kv, kv), "mlp.gate_up": config.n_hidden}  # of each part
     for i in range(config.n_layer):
@@ -109,6 +111,9 @@ def read_llama_weights(model, folder):
             raise SystemExit(f"{folder}: {name} is {shape} in *.safetensors, not {[*rows.shape]}")
         if not rows.is_meta:
             rows.copy_(files[name].get_tensor(name))
+    for p in (model.wte.weight, model.lm_head.weight):
+        if not p.is_meta:
+            p[model.config.vocab_size:] = 0
 
 
 def begin_with(gpt, folder):
