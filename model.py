@@ -97,6 +97,18 @@ PRESETS = {
 }
 
 
+class Embedding(nn.Embedding):
+    """A vector for each token. To ask for a row that no token uses raises IndexError."""
+
+    def __init__(self, config):
+        super().__init__(config.padded_vocab_size, config.n_embd)
+        self.vocab_size = config.vocab_size
+
+    def forward(self, idx):
+        """(B, T) -> (B, T, C)."""
+        return F.embedding(idx, self.weight[:self.vocab_size])
+
+
 def rotate_half(x):
     """(..., hs) -> (..., hs): the second half negated, then the first. [1,2,3,4] -> [-3,-4,1,2]."""
     first, second = x.chunk(2, dim=-1)
@@ -213,7 +225,7 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.padded_vocab_size, config.n_embd)
+        self.wte = Embedding(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)

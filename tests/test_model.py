@@ -56,7 +56,7 @@ def llama_logits(gpt, idx):
         rows = linear(norm(x, f"{name}.mlp_norm"), f"{name}.mlp.gate_up")
         gate, up = rows.chunk(2, dim=-1)
         x = x + linear(gate * gate.sigmoid() * up, f"{name}.mlp.down")
-    return linear(norm(x, "norm"), "lm_head")
+    return linear(norm(x, "norm"), "lm_head")[..., :c.vocab_size]
 
 
 VARIANTS = {"plain": {}, "explicit": dict(attention="explicit"), "compiled": {},
