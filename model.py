@@ -284,13 +284,11 @@ class GPT(nn.Module):
                 x = block(x, cos, sin)
         padded = self.lm_head(self.norm(x))  # (B, T, rows of the head)
         V = self.config.vocab_size
-        logits = padded[..., :V]  # no copy
-        if targets is None:
-            return logits, None
-        # The rest gets the probability 0, and so the gradient 0, by the softmax. That needs no
-        # autograd, while the loss of a slice would have a copy of its gradient, as large as all.
+        # What no token uses gets the probability 0, and so the gradient 0, by the softmax. That
+        # needs no autograd, while for the loss of a slice it would copy a gradient of this size.
         padded.detach()[..., V:] = -math.inf
-        return logits, self.loss_of(padded, targets)
+        loss = None if targets is None else self.loss_of(padded, targets)
+        return padded[..., :V], loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):

@@ -30,7 +30,9 @@ can resume, a text that the model wrote, and as the last line of stdout `RESULT 
 param_sha256 is equal for runs that produced the same bits.
 
 Cost: two small all-reduces a step, for losses and for timings, and the norm of the parameters,
-which is one more where they are sharded.
+which is one more where they are sharded. In two places of a step the CPU waits for an accelerator,
+which then waits for the CPU: before the update, for the loss and the norm of the gradients, as a
+step in which they are not finite is skipped; and after it, for the time that it took.
 
 To debug, put breakpoint() anywhere and run one process: `python train.py --mode zero3` goes through
 the functions of the stage, too. On several ranks breakpoint() fails, since they share one stdin:
@@ -714,8 +716,8 @@ def train_step(model, optimizers, scaler, batches, signals, config):
 
     # Add up losses over ranks, and in the same collective what all ranks must know. Each micro
     # batch has a place, in the order of the data. Other ranks' places are 0, so the sum over ranks
-    # rounds nothing, and the logged loss does not depend on W. All of it is read at once, since the
-    # CPU waits for an accelerator there, which then waits for the CPU: one of two such places.
+    # rounds nothing, and the logged loss does not depend on W. All of it is read at once: the first
+    # place where the CPU waits for an accelerator.
     sums = torch.zeros(n * W + 2, dtype=torch.float64, device=device)
     sums[rank:n * W:W] = torch.stack(losses)
     sums[-2] = ~norm.isfinite()
@@ -733,7 +735,7 @@ def train_step(model, optimizers, scaler, batches, signals, config):
     weights = [local(p.detach()) for p in model.parameters()]
     param_norm = total_norm(weights, model.shard_group).to(device)
 
-    # What the step took, on all ranks. To read it is the second place, which waits for the update.
+    # What the step took, on all ranks. It is read when the update has been made: the second place.
     own = dict(step_ms=1e3 * (time.perf_counter() - start_s),
                comm_exposed_ms=1e3 * (model.exposed_s - exposed_before_s),
                mem_bytes=peak_mem_bytes(device))

@@ -3,6 +3,7 @@ train.py asks of a wrapper: see `Bare` there. None says how long it waits for co
 
 import contextlib
 import math
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 def wrap(gpt, config, bucket_cap_mb):
     """gpt -> what the loop calls."""
     if config.mode in ("torch-fsdp", "torch-fsdp-kept"):
+        # The logits are a view of what has rows that no token uses. Nothing writes to it.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         return FSDP(gpt, reshard_after_forward=config.mode == "torch-fsdp")
     return TorchDDP(gpt, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True,
                     find_unused_parameters=config.find_unused_parameters)
