@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from checkpoint import read_record
 from data import Characters, encode_prompt, global_batch, PlainUnpickler, some_of
 from tests.common import raises
 from tests.runs import ask, finish, lines_of, refused, write_line
@@ -126,8 +127,10 @@ def test_characters_of_nanogpt(n_ranks, tmp_path):
     n = int(re.match(r"([\d,]+) parameters", found["stdout"])[1].replace(",", ""))
     others = finish(tmp_path / "bytes", max_steps=1)["stdout"]
     n_others = int(re.search(r"^([\d,]+) parameters", others, re.M)[1].replace(",", ""))
-    assert n_others - n == (257 - len(characters)) * 16, f"{n} parameters, and {n_others}"
+    # The next multiples of 64: of 10 tokens, and of 257.
+    assert n_others - n == (320 - 64) * 16, f"{n} parameters, and {n_others}"
     best = out / "step_00000060"
+    assert read_record(best)["facts"]["vocab_size"] == len(characters) == 10
     asked = ask(best, n_ranks, mode=mode, prompt="xy", sample_tokens=3)
     assert re.search("^sample:\nxyz!\n", asked["stdout"], re.M), asked["stdout"]
     assert asked["val_loss"] == found["val_loss"]

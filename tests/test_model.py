@@ -1,7 +1,9 @@
 """model.py: a Llama by its definition, its sizes, and folders of transformers."""
 
+import json
 import math
 import pickle
+import sys
 from functools import partial
 from unittest import mock
 
@@ -9,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
+import train
+from extras import auto
 from model import apply_rotary, GPT, GPTConfig, PRESETS, rotary_tables
 from tests.common import on_meta, planted, raises
 from tests.params import full, ROOT
 from tests.runs import finish, refused
-from verify import same_bits, small_gpt
+from verify import same_bits, small_gpt, WRAPPERS
 
 
 def llama_logits(gpt, idx):
@@ -123,8 +128,9 @@ def test_model_is_as_named():
     random state, the order, the depth or meta."""
     for name, millions in SIZES.items():
         gpt = on_meta(GPT, GPTConfig(vocab_size=50257, **PRESETS[name]))
-        N = sum(p.numel() for p in gpt.parameters())
         c = gpt.config
+        assert gpt.wte.weight.shape == (50304, c.n_embd), f"{name}: {gpt.wte.weight.shape}"
+        N = sum(p.numel() for p in gpt.parameters()) - 47 * c.n_embd  # rows that no token uses
         assert abs(N / millions / 1e6 - 1) < 0.06, f"{name} has {N:,} parameters"
         # PaLM, arXiv 2204.02311, appendix B: 6 N + 12 L H Q T
         assert gpt.flops_per_token() == 6 * N + 12 * c.n_layer * c.n_embd * c.block_size
@@ -147,6 +153,126 @@ def test_model_is_as_named():
         variance = 1 / (3 * p.size(-1)) / (2 * 2 if is_residual else 1)
         ratio = p.var().item() / variance
         assert 0.8 < ratio < 1.25, f"{n}: the variance is {ratio:.2f} times what it should be"
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("vocab_size, n_rows", [(61, 64), (65, 128), (128, 128), (257, 320)])
+def test_rows_that_no_token_uses(vocab_size, n_rows, tied):
+    """Embedding and head have rows up to a multiple of 64. The last ones are 0 at the beginning,
+    also where memory was not, and so are their gradients. They change neither the other rows, nor
+    the logits, nor the FLOPs, and loss and gradients by rounding only."""
+    V = vocab_size
+    small = partial(small_gpt, vocab_size=V, tied=tied)
+    gpt = small()
+    late = on_meta(small).to_empty(device="cpu")
+    for p in late.parameters():
+        p.data.fill_(math.nan)
+    late.init_weights()
+    same_bits(gpt.state_dict(), late.state_dict(), "from meta")
+    without = small(pad_vocab_size_to=1)
+    for name in ("wte.weight", "lm_head.weight"):
+        rows = gpt.get_parameter(name)
+        assert len(rows) == n_rows and (rows[V:] == 0).all(), f"{name}: {rows[V:]}"
+        assert len(without.get_parameter(name)) == V, name
+    for name, p in without.named_parameters():
+        assert torch.equal(p, gpt.get_parameter(name)[:len(p)]), f"{name} begins otherwise"
+    assert gpt.flops_per_token() == without.flops_per_token()
+
+    idx = torch.arange(V - 32, V).view(2, 16)
+    targets = idx.flip(1).masked_fill(idx % 5 == 0, -1)
+    logits, loss = gpt(idx, targets)
+    others, other_loss = without(idx, targets)
+    assert torch.equal(logits, others) and torch.equal(logits, gpt(idx)[0]), "other logits"
+    explicit = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    assert torch.equal(loss, explicit), f"loss {loss}, and {explicit} of the logits"
+    assert torch.allclose(loss, other_loss, rtol=1e-6, atol=0), f"loss {loss}, not {other_loss}"
+    loss.backward()
+    other_loss.backward()
+    for name, p in without.named_parameters():
+        gradient = gpt.get_parameter(name).grad
+        assert torch.allclose(gradient[:len(p)], p.grad, atol=1e-6), f"{name}: other gradients"
+        assert (gradient[len(p):] == 0).all(), f"{name}: gradients {gradient[len(p):]}"
+
+
+@pytest.mark.ranks(1)
+def test_no_token_is_beyond_the_vocabulary(W):
+    """None is sampled, however likely all are, and none is taken as an input."""
+    gpt = small_gpt(vocab_size=65)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.zeros(64, 1, dtype=torch.int64)
+    for options in ({}, dict(top_k=128)):
+        found = gpt.generate(prompt, 32, temperature=1e9, generator=generator, **options)
+        assert set(found.flatten().tolist()) == set(range(65)), f"{options}: not all 65 tokens"
+    gpt(torch.tensor([[64]]))
+    raises(IndexError, "out of range", gpt, torch.tensor([[65]]))
+    raises(ValueError, "pad_vocab_size_to is 0", GPTConfig, pad_vocab_size_to=0)
+
+
+def losses_of_a_step(model, gpt):
+    """As train.py makes them: a forward with its backward; and an evaluation, a sequence a time."""
+    idx = torch.arange(32).view(2, 16)
+    for _ in range(2):
+        model(idx, idx)[1].backward()
+        model.zero_grad()
+        with torch.no_grad():
+            logits, _ = model(idx)
+            for scores, targets in zip(logits, idx):
+                gpt.loss_of(scores, targets)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", ["none", "ddp", "zero3"])
+def test_blocks_and_loss_are_two_graphs(wrapper):
+    """compile_blocks: without a break, and 12 blocks are one; in an evaluation, which has no
+    gradients, two more. Hooks of a wrapper are between them."""
+    gpt = small_gpt(n_layer=12)
+    torch.compiler.reset()
+    counters.clear()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        gpt.compile_blocks()
+    losses_of_a_step(gpt if wrapper == "none" else WRAPPERS[wrapper](gpt), gpt)
+    n_graphs = counters["stats"]["unique_graphs"]
+    breaks = dict(counters["graph_break"])
+    torch.compiler.reset()
+    assert n_graphs == 4, f"{n_graphs} graphs"
+    assert not breaks, breaks
+
+
+def peak_in_logits(gpt):
+    """What forward and backward take beyond what was held before, in units of the logits, which
+    are bf16, and held until the end. Of the third of three steps: the first ones make gradients,
+    and compile."""
+    idx = torch.arange(512).view(2, 256)
+    for _ in range(3):
+        auto.reset_peak(idx.device)
+        before = train.peak_mem_bytes(idx.device)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits, loss = gpt(idx, idx)
+        loss.backward()
+        peak = train.peak_mem_bytes(idx.device)
+        n_bytes = logits.nbytes
+        del logits, loss
+    return (peak - before) / n_bytes
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.limit(180)
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read in /proc")
+@pytest.mark.parametrize("backend, most", [("none", 7.2), full("inductor", 2.2)])
+def test_a_loss_takes_so_much_memory(backend, most):
+    """Of GPT-2's vocabulary. With fp32 in units of bf16: logits 1, their copy 2, its log-softmax 2,
+    and the gradient of that 2; compiled, logits and their gradient. Rows that no token uses add no
+    copy. (With a C++ compiler by --full: that takes a minute.)"""
+    sizes = dict(n_layer=1, n_head=1, n_embd=16, block_size=256)
+    gpt = GPT(GPTConfig(**sizes))
+    if backend != "none":
+        gpt.compile_blocks()
+    found = peak_in_logits(gpt)
+    assert 1 < found <= most, f"{found:.2f} times the logits"
+    if backend == "none":
+        without = peak_in_logits(GPT(GPTConfig(pad_vocab_size_to=1, **sizes)))
+        assert found <= 1.03 * without, f"{found:.2f} times the logits, and {without:.2f} without"
 
 
 def test_llama_folders_go_out_and_in(tmp_path):
@@ -227,3 +353,26 @@ def test_a_run_outlives_the_folder_it_began_from(n_ranks, mode, tmp_path):
     found = finish(out, 2, mode="zero2", resume="auto", **options)
     assert found["param_sha256"] == expected, "other bits"
     refused(f"{hf}", tmp_path / "anew", **options)
+
+
+def memory_is_not_zero():
+    """Plant memory that is nan until it is written."""
+    torch.use_deterministic_algorithms(True)
+
+
+@pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero3")])
+def test_folders_have_the_rows_of_tokens(n_ranks, mode, tmp_path):
+    """What --export_hf writes has a row for each token. What --init_from reads has more rows, which
+    are 0, also where the model was on meta: the bits are those of the run that wrote."""
+    safetensors = pytest.importorskip("safetensors", reason="pip install safetensors")
+    hf = tmp_path / "hf"
+    expected = finish(tmp_path / "out", n_ranks, mode=mode, export_hf=hf)["param_sha256"]
+    assert json.loads((hf / "config.json").read_text())["vocab_size"] == 257
+    with safetensors.safe_open(hf / "model.safetensors", "pt") as file:
+        assert "lm_head.weight" not in file.keys()
+        embedding = file.get_tensor("model.embed_tokens.weight")
+    assert embedding.shape == (257, 16) and embedding.isfinite().all()
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
+    found = finish(tmp_path / "next", n_ranks, mode=mode, init_from=hf, max_steps=1, lr=0, min_lr=0,
+                   plant=memory_is_not_zero, **sizes)
+    assert found["param_sha256"] == expected, "other bits"
