@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+import model
 from tests.common import two_at_a_time
 from tests.params import ROOT
 from tests.runs import (ask, finish, flags, lines_of, refused, saved, start_again, this_rank,
                         write_line)
 from tests.wrappers import adafactor
-from checkpoint import checksums, sharded_state
+from checkpoint import checksums, read_record, sharded_state
 from verify import fresh, same_bits, uncut, zoo_loss
 from zero import Zero2
 
@@ -276,14 +277,62 @@ def test_a_restart_takes_one_checkpoint(tmp_path):
     assert "step_00000002, after step 2" in found["stdout"], found["stdout"]
 
 
+def write_record(folder, record):
+    """Change the record of a checkpoint, which stays valid."""
+    (folder / "checkpoint.json").write_text(json.dumps(record))
+    (folder / "SHA256SUMS").write_text("\n".join(checksums(folder)) + "\n")
+
+
 def test_earlier_versions_are_refused(tmp_path):
     """A checkpoint whose record has no flags is of an earlier version, and one line says so."""
     finish(tmp_path, save_interval=4)
     folder = tmp_path / "step_00000004"
-    record = json.loads((folder / "checkpoint.json").read_text())
+    record = read_record(folder)
     del record["flags"]
-    (folder / "checkpoint.json").write_text(json.dumps(record))
-    (folder / "SHA256SUMS").write_text("\n".join(checksums(folder)) + "\n")
+    write_record(folder, record)
     for W, options in ((1, dict(resume=folder)), (2, dict(resume="auto", mode="zero2")),
                        (1, dict(resume=folder, eval_only=True))):
         refused(f"{folder} was written by an earlier version", tmp_path, W, **options)
+
+
+def no_more_rows_than_tokens():
+    """Plant an embedding as it was before it had rows that no token uses."""
+    init = model.GPTConfig.__init__
+
+    def without(config, **options):
+        init(config, **{"pad_vocab_size_to": 1, **options})
+
+    model.GPTConfig.__init__ = without
+
+
+@pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero3")])
+def test_checkpoints_from_before_there_were_more_rows(n_ranks, mode, tmp_path):
+    """A checkpoint whose record says nothing of rows that no token uses has none. It is asked, and
+    goes on in any mode, once more from what that writes, to the bits of a run without such rows."""
+    before = dict(plant=no_more_rows_than_tokens, save_interval=2)
+    expected = finish(tmp_path / "alone", max_steps=6, **before)["param_sha256"]
+    out = tmp_path / "out"
+    finish(out, 2, mode="zero2", max_steps=2, **before)
+    folder = out / "step_00000002"
+    record = read_record(folder)
+    assert record["facts"].pop("pad_vocab_size_to") == 1
+    write_record(folder, record)
+    asked = ask(folder, n_ranks, mode=mode)
+    assert asked["val_loss"] == lines_of(out / "metrics.jsonl")[-1]["val_loss"]
+    for max_steps in (4, 6):
+        found = finish(out, n_ranks, mode=mode, resume="auto", save_interval=2,
+                       max_steps=max_steps)
+        facts = read_record(out / f"step_{max_steps:08d}")["facts"]
+        assert facts["pad_vocab_size_to"] == 1
+    assert found["param_sha256"] == expected, "other bits"
+
+
+@pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero3")])
+def test_rows_are_those_of_the_checkpoint(n_ranks, mode, tmp_path):
+    """Whatever a new run would have."""
+    expected = finish(tmp_path / "alone")["param_sha256"]
+    out = tmp_path / "out"
+    finish(out, max_steps=2, save_interval=2)
+    assert read_record(out / "step_00000002")["facts"]["pad_vocab_size_to"] == 64
+    found = finish(out, n_ranks, mode=mode, resume="auto", plant=no_more_rows_than_tokens)
+    assert found["param_sha256"] == expected, "other bits"

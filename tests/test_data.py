@@ -5,14 +5,18 @@ import pathlib
 import pickle
 import re
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import data
+import train
 from checkpoint import read_record
-from data import Characters, encode_prompt, global_batch, PlainUnpickler, some_of
+from data import (Characters, encode_prompt, global_batch, micro_batches, PlainUnpickler,
+                  ReadAhead, some_of)
 from tests.common import raises
 from tests.runs import ask, finish, lines_of, refused, write_line
 
@@ -34,8 +38,6 @@ def test_data_and_rates_are_as_promised(tmp_path):
     """No sample comes twice in an epoch, and epochs have another order. nanoGPT's folders are read.
     Warm-up is linear, then a cosine. (That ranks take the samples in this order is what the hashes
     of any number of ranks show.)"""
-    import train
-
     n = 50
     batch = 12
     steps = 8
@@ -71,6 +73,39 @@ def test_data_and_rates_are_as_promised(tmp_path):
     assert epochs[0] != epochs[1], "epochs are alike, or y is x"
     for epoch in epochs:
         assert len(set(epoch)) == len(epoch), "a sample came twice"
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_first_batch_is_read_ahead(W):
+    """ReadAhead has the micro batches of each step, from any step on and over the end of an epoch.
+    A step's first one is read when all of the step before are used, and no other one ahead."""
+    config = train.Config(block_size=4, global_batch_size=4, micro_batch_size=1)
+    tokens = np.arange(4 * 10 + 1)  # an epoch has two steps
+    cpu = torch.device("cpu")
+    n = 4 // W
+    first_step = 2
+    read = []
+
+    def spied(*arguments):
+        read.append(arguments[1].tolist())
+        return read_blocks(*arguments)
+
+    read_blocks = data.read_blocks
+    ahead = ReadAhead(tokens, first_step, config, cpu)
+    for step in range(first_step, 7):
+        expected = [*micro_batches(tokens, step, config, cpu)]
+        first_of_next, _ = next(micro_batches(tokens, step + 1, config, cpu))
+        with mock.patch.object(data, "read_blocks", spied):
+            read.clear()
+            found = ahead.of_next_step()
+            n_before = 1 if step > first_step else 0  # read in the step before
+            for i, (x, y) in enumerate(expected):
+                inputs, targets = next(found)
+                assert torch.equal(inputs, x) and torch.equal(targets, y), f"step {step}, {i}"
+                assert len(read) == i + 1 - n_before, f"step {step}, {i}: {read}"
+            assert next(found, None) is None, f"step {step} has more than {n} micro batches"
+        assert len(expected) == n and len(read) == n + 1 - n_before, f"step {step}: {read}"
+        assert 4 * read[-1][0] == first_of_next[0, 0], f"step {step}: {read[-1]} was read ahead"
 
 
 def test_large_data_is_read_in_part():

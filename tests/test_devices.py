@@ -1,14 +1,18 @@
-"""Which device a rank takes, and --deterministic."""
+"""Which device a rank takes, where the CPU waits for it, its fused AdamW, and --deterministic."""
 
+import itertools
 import math
 import os
+import pathlib
 import re
 import socket
+import subprocess
 import sys
 from contextlib import contextmanager, ExitStack
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +21,9 @@ import oracle
 import train
 from extras import auto
 from tests.common import raises
-from tests.runs import finish, in_update, lines_of, run_train, this_rank
+from tests.params import ROOT
+from tests.runs import (finish, in_update, lines_of, nothing, run_train, this_rank,
+                        write_line)
 
 
 @contextmanager
@@ -77,20 +83,25 @@ def test_train_says_who_shares():
         assert say.call_args_list == ([mock.call(line)] if line else [])
 
 
-def shared_device():
-    """Plant a host with one device for its two ranks, after the group has been made."""
+def in_main(change, *arguments):
+    """Plant change(train.py as it runs, *arguments), when the group is made."""
     start = dist.init_process_group
 
-    def start_and_share(*arguments, **options):
-        sys.modules["__main__"].local_numbers = lambda kind: (this_rank(), 2, 1)
-        return start(*arguments, **options)
+    def start_and_change(*options, **named):
+        change(sys.modules["__main__"], *arguments)
+        return start(*options, **named)
 
-    dist.init_process_group = start_and_share
+    dist.init_process_group = start_and_change
+
+
+def share_device(main):
+    """A host with one device for its two ranks."""
+    main.local_numbers = lambda kind: (this_rank(), 2, 1)
 
 
 def test_a_run_says_who_shares(tmp_path):
     """Rank 0 does, before the first step."""
-    run = run_train(tmp_path, 2, plant=shared_device, mode="ddp")
+    run = run_train(tmp_path, 2, plant=partial(in_main, share_device), mode="ddp")
     first, *_ = run.stdout[0].splitlines()
     assert first == "2 ranks share 1 device: times say nothing" and run.codes == [0, 0], run
     assert "share" not in run.stdout[1], run
@@ -124,6 +135,190 @@ def test_free_memory_is_divided():
         with devices("cuda", n, "nccl", rank, 2), look:
             found = auto.bytes_for_a_rank(config, torch.device("cuda"))
         assert found == share, f"{found} bytes of {n} devices"
+
+
+# ---- where the CPU waits
+
+READS = ("item", "tolist", "cpu", "numpy", "new_tensor", "__bool__", "__float__", "__int__",
+         "__index__")
+
+
+def note_reads(name, reads):
+    """Let a method of tensors note the place in our files that calls it, in a list."""
+    real = getattr(torch.Tensor, name)
+
+    def noted(*arguments, **options):
+        code = sys._getframe(1).f_code
+        path = pathlib.Path(code.co_filename)
+        if path.parent in (ROOT, ROOT / "extras"):
+            reads.append(f"{path.name}: {code.co_name} calls {name}")
+        return real(*arguments, **options)
+
+    setattr(torch.Tensor, name, noted)
+
+
+def log_reads(main, folder):
+    """Write what each step of each rank reads of tensors, and each comparison of parameters."""
+    reads = []
+    for name in READS:
+        note_reads(name, reads)
+    for function in ("train_step", "compare_parameters"):
+        real = getattr(main, function)
+        setattr(main, function, partial(call_and_log, real, reads, folder / f"{this_rank()}"))
+
+
+def call_and_log(function, reads, path, *arguments):
+    reads.clear()
+    found = function(*arguments)
+    write_line(path, [function.__name__, *reads])
+    return found
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "zero1", "zero2", "zero3"])
+def test_a_step_reads_twice(mode, tmp_path):
+    """The CPU waits for an accelerator at two places of train.py's in a step, and once to compare
+    parameters. Wrappers have one of their own, `Count.wait` in ddp.py, at most once a backward,
+    after what is learned in the first step."""
+    W = 1 if mode == "single" else 2
+    finish(tmp_path / "out", W, mode=mode, global_batch_size=4,
+           plant=partial(in_main, log_reads, tmp_path))
+    n_backwards = 4 // W
+    for rank in range(W):
+        calls = lines_of(tmp_path / f"{rank}")
+        assert [name for name, *_ in calls] == 4 * ["train_step", "compare_parameters"]
+        for name, *reads in calls[2:]:
+            own = [read for read in reads if read == f"train.py: {name} calls tolist"]
+            waits = [read for read in reads if read == "ddp.py: wait calls tolist"]
+            assert len(own) == (2 if name == "train_step" else 1), f"rank {rank}: {reads}"
+            assert len(own) + len(waits) == len(reads), f"rank {rank}, {name}: {reads}"
+            most = n_backwards if name == "train_step" and mode != "single" else 0
+            assert len(waits) <= most, f"rank {rank}, {name}: {reads}"
+
+
+def test_times_of_all_ranks():
+    """Least, mean and most. The slowest rank is the one that waits least for others; that a rank
+    has waited for its device counts as its time."""
+    names = ("step_ms", "comm_exposed_ms", "mem_bytes")
+    table = [[10.0, 12.0], [4.0, 5.0], [1.0, 3.0]]
+    assert train.over_ranks(names, np.array(table), 2.0) == dict(
+        slowest=1, step_ms=[12, 13, 14], comm_exposed_ms=[4, 4.5, 5], mem_bytes=[1, 2, 3])
+    table[1] = [math.nan, math.nan]
+    assert train.over_ranks(names, np.array(table), 0.0)["slowest"] is None
+
+
+@pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "ddp")])
+def test_times_of_a_step(n_ranks, mode, tmp_path):
+    """metrics.jsonl: rank 0's are among those of all ranks, and tokens are divided by its time."""
+    finish(tmp_path, n_ranks, mode=mode)
+    for entry in lines_of(tmp_path / "metrics.jsonl"):
+        for name in ("step_ms", "comm_exposed_ms", "mem_bytes"):
+            least, mean, most = entry["ranks"][name]
+            assert least <= entry[name] <= most and least <= mean <= most, f"{name}: {entry}"
+        assert entry["comm_exposed_ms"] <= entry["step_ms"], entry
+        rate = 2 * 16 / (entry["step_ms"] / 1e3)
+        assert abs(entry["tokens_per_sec"] / rate - 1) < 1e-9, f"{rate} tokens/s: {entry}"
+
+
+# ---- fused AdamW
+
+
+def n_with_other_bits(kind):
+    """How many elements of a tensor fused AdamW trains to other bits than in its slices, which
+    begin anywhere and have any size, also 0: three steps on a device."""
+    n = 70001
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = torch.randn(4, n, generator=generator).to(kind)
+    inner = torch.randint(n, (2000,), generator=generator).tolist()
+    places = [*itertools.pairwise(sorted([0, *inner, n]))]
+    whole = torch.nn.Parameter(values.clone())
+    memory = values.clone()
+    slices = [torch.nn.Parameter(memory[first:end]) for first, end in places]
+    optimizers = []
+    for parameters in ([whole], slices):
+        optimizers.append(torch.optim.AdamW(parameters, weight_decay=0.1, fused=True))
+    for lr, gradient in zip((1e-2, 3e-3, 1e-3), gradients):
+        whole.grad = gradient
+        for p, (first, end) in zip(slices, places):
+            p.grad = gradient[first:end]
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+    return (whole.detach() != memory).sum().item()
+
+
+def print_number(kind):
+    """For a process of its own: tests see no accelerator."""
+    kinds = oracle.kinds_of_devices()
+    found = n_with_other_bits(kind) if kind in kinds else f"this machine has {kinds}"
+    print(found)
+
+
+@pytest.mark.parametrize("kind", train.FUSED_ADAMW)
+def test_fused_adamw_of_slices(kind):
+    """Where train.py takes it, it has the same bits for a tensor as for its slices."""
+    found = f"torch is built for {torch.accelerator.current_accelerator(check_available=False)}"
+    if kind in found:
+        environment = dict(os.environ)
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        code = f"from tests.test_devices import print_number; print_number({kind!r})"
+        found = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment,
+                                        text=True).strip()
+    if not found.isdecimal():
+        pytest.skip(f"there is no {kind} here: {found}")
+    assert found == "0", f"{found} elements have other bits on {kind}"
+
+
+def test_fused_adamw_is_not_for_cpus():
+    """The same on a CPU finds other bits: there it is not taken. (So the test above can fail.)"""
+    assert n_with_other_bits("cpu") > 0
+    assert "cpu" not in train.FUSED_ADAMW
+
+
+@pytest.mark.parametrize("kind, fused, foreach", [
+    ("cuda", True, False), ("xpu", False, True), ("mps", False, True), ("cpu", False, False)])
+def test_which_adamw_is_taken(kind, fused, foreach):
+    """Fused where its bits are known, else foreach, but on a CPU a tensor at a time."""
+    p = mock.MagicMock(device=torch.device(kind))
+    p.dim.return_value = 1
+    model = mock.MagicMock()
+    model.named_parameters.return_value = [("norm.weight", p)]
+    with mock.patch.object(torch.optim, "AdamW") as adamw:
+        train.make_optimizers(model, train.Config(mode="single"))
+    options = adamw.call_args.kwargs
+    assert (options["fused"], options["foreach"]) == (fused, foreach)
+
+
+def take_fused(main):
+    main.FUSED_ADAMW = ("cpu",)
+
+
+def switch(optimizer):
+    for group in optimizer.param_groups:
+        group["fused"] = not group["fused"]
+
+
+def switch_in_step_3(is_fused):
+    """Plant AdamW that begins fused, or not, and is the other one from the third step on."""
+    if is_fused:
+        in_main(take_fused)
+    in_update(3, None, switch)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_fused_adamw_goes_on_from_any(is_fused, tmp_path):
+    """A checkpoint of the one is a checkpoint of the other, on the bits of a run that changes from
+    one to the other by itself."""
+    plants = [nothing, partial(in_main, take_fused)]
+    first, second = plants[::-1] if is_fused else plants
+    expected = finish(tmp_path / "alone", plant=partial(switch_in_step_3, is_fused))
+    same = finish(tmp_path / "same", plant=first)
+    assert same["param_sha256"] != expected["param_sha256"], "both kinds have the same bits"
+    finish(tmp_path / "out", max_steps=2, save_interval=2, plant=first)
+    found = finish(tmp_path / "out", resume="auto", plant=second)
+    assert found["param_sha256"] == expected["param_sha256"], "other bits"
+
+
+# ---- --deterministic
 
 
 def assert_deterministic(workspace):

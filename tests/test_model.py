@@ -19,7 +19,9 @@ from model import apply_rotary, GPT, GPTConfig, PRESETS, rotary_tables
 from tests.common import on_meta, planted, raises
 from tests.params import full, ROOT
 from tests.runs import finish, refused
-from verify import same_bits, small_gpt, WRAPPERS
+from tests.wrappers import WRAPPERS
+from verify import same_bits, small_gpt
+from zero import PlainZero3
 
 
 def llama_logits(gpt, idx):
@@ -222,16 +224,20 @@ def losses_of_a_step(model, gpt):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrapper", ["none", "ddp", "zero3"])
-def test_blocks_and_loss_are_two_graphs(wrapper):
-    """compile_blocks: without a break, and 12 blocks are one; in an evaluation, which has no
+@pytest.mark.parametrize("wrapper, n_layer", [
+    ("none", 12), ("ddp", 12), ("plain zero3", 12),
+    pytest.param("zero3", 3, marks=pytest.mark.xfail(
+        strict=True, reason="it has hooks inside of blocks: a graph for each block"))])
+def test_blocks_and_loss_are_two_graphs(wrapper, n_layer):
+    """compile_blocks: without a break, and all blocks are one; in an evaluation, which has no
     gradients, two more. Hooks of a wrapper are between them."""
-    gpt = small_gpt(n_layer=12)
+    gpt = small_gpt(n_layer=n_layer)
     torch.compiler.reset()
     counters.clear()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):
         gpt.compile_blocks()
-    losses_of_a_step(gpt if wrapper == "none" else WRAPPERS[wrapper](gpt), gpt)
+    wrappers = dict(WRAPPERS, **{"plain zero3": PlainZero3})
+    losses_of_a_step(gpt if wrapper == "none" else wrappers[wrapper](gpt), gpt)
     n_graphs = counters["stats"]["unique_graphs"]
     breaks = dict(counters["graph_break"])
     torch.compiler.reset()

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import data
@@ -209,3 +210,16 @@ def test_short_runs_have_no_trace(tmp_path):
     for options in (dict(trace=True), dict(profile=1)):
         found = finish(tmp_path / "out", max_steps=2, **options)["stdout"]
         assert "no trace: it begins in the third step, and there are 2 more\n" in found, found
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "zero1", "zero2", "zero3"])
+def test_rows_that_no_token_uses_stay_0(mode, tmp_path):
+    """With all that AdamW knows of them, to the last step; those of tokens do not."""
+    finish(tmp_path, 1 if mode == "single" else 2, mode=mode, save_interval=4, global_batch_size=4)
+    for kind in ("model", "exp_avg", "exp_avg_sq"):
+        found = {f"{kind}.wte.weight": torch.full((320 * 16,), torch.nan)}
+        dcp.load(found, checkpoint_id=tmp_path / "step_00000004", no_dist=True)
+        [rows] = found.values()
+        rows = rows.view(320, 16)
+        assert (rows[257:] == 0).all(), f"{kind}: {rows[257:]}"
+        assert rows[:257].isfinite().all() and rows[:257].any(), kind
