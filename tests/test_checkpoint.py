@@ -305,10 +305,9 @@ def no_more_rows_than_tokens():
     model.GPTConfig.__init__ = without
 
 
-@pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero3")])
-def test_checkpoints_from_before_there_were_more_rows(n_ranks, mode, tmp_path):
+def test_checkpoints_from_before_there_were_more_rows(tmp_path):
     """A checkpoint whose record says nothing of rows that no token uses has none. It is asked, and
-    goes on in any mode, once more from what that writes, to the bits of a run without such rows."""
+    goes on in other modes, also from what these write, to the bits of a run without such rows."""
     before = dict(plant=no_more_rows_than_tokens, save_interval=2)
     expected = finish(tmp_path / "alone", max_steps=6, **before)["param_sha256"]
     out = tmp_path / "out"
@@ -317,9 +316,9 @@ def test_checkpoints_from_before_there_were_more_rows(n_ranks, mode, tmp_path):
     record = read_record(folder)
     assert record["facts"].pop("pad_vocab_size_to") == 1
     write_record(folder, record)
-    asked = ask(folder, n_ranks, mode=mode)
+    asked = ask(folder, mode="single")
     assert asked["val_loss"] == lines_of(out / "metrics.jsonl")[-1]["val_loss"]
-    for max_steps in (4, 6):
+    for n_ranks, mode, max_steps in ((2, "zero3", 4), (1, "single", 6)):
         found = finish(out, n_ranks, mode=mode, resume="auto", save_interval=2,
                        max_steps=max_steps)
         facts = read_record(out / f"step_{max_steps:08d}")["facts"]

@@ -13,7 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch._dynamo.utils import counters
 
 import checkpoint
 import data
@@ -223,3 +225,28 @@ def test_rows_that_no_token_uses_stay_0(mode, tmp_path):
         rows = rows.view(320, 16)
         assert (rows[257:] == 0).all(), f"{kind}: {rows[257:]}"
         assert rows[:257].isfinite().all() and rows[:257].any(), kind
+
+
+def count_graphs(path):
+    """Plant compilation that takes no compiler, and a log of its graphs, and breaks, at the end."""
+    from torch._inductor import cpp_builder
+
+    cpp_builder.get_cpp_compiler = lambda: "none is needed"
+    torch.compile = partial(torch.compile, backend="eager")
+    destroy = dist.destroy_process_group
+
+    def count_and_destroy():
+        write_line(path, [counters["stats"]["unique_graphs"], dict(counters["graph_break"])])
+        destroy()
+
+    dist.destroy_process_group = count_and_destroy
+
+
+@pytest.mark.parametrize("options", [{}, dict(micro_batch_size=2, eval_steps=3)],
+                         ids=["plain", "batches"])
+def test_compiled_runs_have_four_graphs(options, tmp_path):
+    """Of a block and of the loss, in training and in evaluation, whatever the number of blocks, and
+    without a break; the text is not compiled."""
+    finish(tmp_path / "out", compile=True, n_layer=3,
+           plant=partial(count_graphs, tmp_path / "graphs"), **options)
+    assert lines_of(tmp_path / "graphs") == [[4, {}]]
