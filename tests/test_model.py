@@ -249,7 +249,7 @@ def peak_in_logits(gpt):
     """What forward and backward take beyond what was held before, in units of the logits, which
     are bf16, and held until the end. Of the third of three steps: the first ones make gradients,
     and compile."""
-    idx = torch.arange(512).view(2, 256)
+    idx = torch.arange(384).view(2, 192)
     for _ in range(3):
         auto.reset_peak(idx.device)
         before = train.peak_mem_bytes(idx.device)
@@ -257,7 +257,7 @@ def peak_in_logits(gpt):
             logits, loss = gpt(idx, idx)
         loss.backward()
         peak = train.peak_mem_bytes(idx.device)
-        n_bytes = logits.nbytes
+        n_bytes = 2 * logits.numel()
         del logits, loss
     return (peak - before) / n_bytes
 
