@@ -889,9 +889,10 @@ class UnevenForwards(UnevenRanks):
 
     So hooks are on all modules with parameters, and a forward begins with the first of them.
 
-        _in_forward   [(module, its unit)] of forwards under way, the innermost last; without
-                      submodules that are called in the forward of their unit
-        _gathers_all  whether the next forward gathers all units: `_begin_forward`
+        _in_forward    [(module, its unit)] of forwards under way, the innermost last; without
+                       submodules that are called in the forward of their unit
+        _called_alone  submodules that have been called outside of that
+        _gathers_all   whether the next forward gathers all units: `_begin_forward`
     """
 
     _is_last_backward = True  # set_is_last_backward() changes it
@@ -899,21 +900,34 @@ class UnevenForwards(UnevenRanks):
 
     def _add_hooks(self):
         """Also on submodules that have parameters: a unit may be a mere container."""
-        self._in_forward = []
+        self._in_forward, self._called_alone = [], set()
         super()._add_hooks()
         for unit in self._units:
             before = weakly(self._pre_submodule, unit)
             after = weakly(self._post_submodule, unit)
             for m in unit.submodules:
                 if m is not unit.module and m._parameters:
-                    self._hook_forward(m, unless_compiling(before), unless_compiling(after))
+                    self._add_hook(m.register_forward_pre_hook, unless_compiling(before),
+                                   prepend=True, with_kwargs=True)
+                    self._add_hook(m.register_forward_hook, unless_compiling(after))
 
     # ---- forward
 
     def _pre_submodule(self, unit, module, inputs, kwargs):
         """In its unit's forward a submodule has what it needs, and this does nothing."""
-        if not self._has_what_it_needs(unit, module):
-            self._pre_forward(unit, module, inputs, kwargs)
+        if self._has_what_it_needs(unit, module):
+            return
+        if module not in self._called_alone:
+            self._called_alone.add(module)
+            # Only now, for a forward that raises: torch.compile asks for the numbers of such hooks,
+            # so it would make a graph for each of several blocks that are alike.
+            after = unless_compiling(weakly(self._post_alone, unit))
+            self._add_hook(module.register_forward_hook, after, always_call=True)
+        self._pre_forward(unit, module, inputs, kwargs)
+
+    def _post_alone(self, unit, module, *_):
+        if self._in_forward and self._in_forward[-1][0] is module:
+            self._post_forward(unit, module)
 
     def _has_what_it_needs(self, unit, submodule):
         """Whether that is called in unit's forward, and unit is whole: a backward in this forward
@@ -932,9 +946,7 @@ class UnevenForwards(UnevenRanks):
         if not self._in_forward:
             return
         innermost, unit_around = self._in_forward[-1]
-        if innermost is module:
-            self._post_forward(unit, module)
-        elif not self._is_whole(unit_around):
+        if innermost is not module and not self._is_whole(unit_around):
             self._use(unit_around)
 
     def forward(self, *inputs, **kwargs):
@@ -1648,7 +1660,7 @@ def top_saved_tensors_hooks():
 
 
 def unless_compiling(hook):
-    """A hook that leaves no trace in what torch.compile makes of the module around."""
+    """A hook that does nothing in what torch.compile makes of the module around."""
     def quiet_hook(*arguments):
         if not torch.compiler.is_dynamo_compiling():
             return hook(*arguments)
