@@ -254,16 +254,17 @@ class ReadAhead:
 
     def __init__(self, tokens, step, config, device):
         self.read = functools.partial(micro_batches, tokens, config=config, device=device)
-        self.step = step
+        self.step, self.last_step = step, config.max_steps
         self.batches = self.read(step=step)
 
     def of_next_step(self):
-        """Yield the micro batches of a step. When one more is asked for, the device computes with
-        the last one: that is when the first one of the step after is read."""
+        """Yield the micro batches of a step. A loop over them asks for one more after the last one:
+        while the device still computes with that, read the first one of the step after."""
         yield from self.batches
         self.step += 1
-        following = self.read(step=self.step)
-        self.batches = itertools.chain([next(following)], following)
+        if self.step <= self.last_step:
+            following = self.read(step=self.step)
+            self.batches = itertools.chain([next(following)], following)
 
 
 def read_blocks(tokens, blocks, block_size, device):

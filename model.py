@@ -40,7 +40,7 @@ class GPTConfig:
     multiple of pad_vocab_size_to: a GPU multiplies a matrix of 50,304 rows much faster than one of
     50,257. No token uses these last rows:
     - they are 0 at the beginning, and stay 0, since their gradients are;
-    - no loss has their logits, and what `forward` returns does not: none is ever sampled;
+    - neither the loss has their logits nor what `forward` returns: none is ever sampled;
     - a folder of transformers has none of them, whether it is written or read.
     1 means none of them, as in checkpoints of before there were any.
     """
@@ -199,14 +199,15 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def loss_of(logits, targets):
-    """logits (..., V) of any dtype, targets (...) -> mean cross-entropy in nats, fp32; a target of
-    -1 is left out of it.
+def loss_of(logits, targets, V=None):
+    """logits (..., V or more) of any dtype, targets (...) -> mean cross-entropy in nats, fp32, of
+    the first V logits, None for all. A target of -1 is left out of it.
 
-    In fp32, as a sum of V exponentials in bf16 loses the small ones. That costs a copy of the
-    logits and a tensor as large as that, unless this is compiled: then neither is in memory.
+    In fp32, as a sum of V exponentials in bf16 loses the small ones. That costs two tensors as
+    large as the logits in fp32, unless this is compiled: then neither is in memory. Nor is then a
+    copy of the gradient, which a slice outside of this function would cost.
     """
-    flat = logits.float().flatten(0, -2)
+    flat = logits[..., :V].float().flatten(0, -2)
     return F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
 
 
@@ -220,8 +221,6 @@ class GPT(nn.Module):
     followed by `model.init_weights()` gives the weights that building it whole would have given.
     """
 
-    loss_of = staticmethod(loss_of)  # until it is compiled
-
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -229,6 +228,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.loss_of = loss_of  # compile_blocks() compiles it
         self.init_weights()
 
     @torch.no_grad()
@@ -260,16 +260,18 @@ class GPT(nn.Module):
             variance = 1 / (3 * p.size(1))
             if name.endswith(("proj.weight", "down.weight")):
                 variance /= 2 * self.config.n_layer
+            used = p
             if p is self.wte.weight or p is self.lm_head.weight:
+                used = p[:self.config.vocab_size]
                 p[self.config.vocab_size:] = 0
-                p = p[:self.config.vocab_size]
-            drawn = torch.empty(p.shape, dtype=torch.float32, device="cpu")  # whatever the default
-            p.copy_(drawn.normal_(0.0, math.sqrt(variance), generator=generator))
+            drawn = torch.empty(used.shape, dtype=torch.float32, device="cpu")  # whatever default
+            used.copy_(drawn.normal_(0.0, math.sqrt(variance), generator=generator))
 
     def forward(self, idx, targets=None):
         """idx, targets (B, T) token ids -> logits (B, T, V), and `loss_of` them or None.
 
-        Raises ValueError where T exceeds block_size.
+        Raises ValueError where T exceeds block_size, IndexError for what is no token. The loss has
+        no gradient by these logits: they are a slice of those of which it is made.
         """
         T = idx.size(1)
         if T > self.config.block_size:
@@ -282,13 +284,10 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
                 x = block(x, cos, sin)
-        padded = self.lm_head(self.norm(x))  # (B, T, rows of the head)
+        logits = self.lm_head(self.norm(x))  # (B, T, rows of the head)
         V = self.config.vocab_size
-        # What no token uses gets the probability 0, and so the gradient 0, by the softmax. That
-        # needs no autograd, while for the loss of a slice it would copy a gradient of this size.
-        padded.detach()[..., V:] = -math.inf
-        loss = None if targets is None else self.loss_of(padded, targets)
-        return padded[..., :V], loss
+        loss = None if targets is None else self.loss_of(logits, targets, V)
+        return logits[..., :V], loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):

@@ -537,7 +537,7 @@ def find_checkpoint(start, lock):
             record = read_record(folder)
             if "flags" not in record:
                 raise SystemExit(f"{folder} was written by an earlier version of train.py")
-            # One of before rows were added that no token uses has none of them.
+            # Checkpoints of before models had rows that no token uses.
             record["facts"].setdefault("pad_vocab_size_to", 1)
             return folder, record
         if folder == folders[-1]:
@@ -741,11 +741,11 @@ def train_step(model, optimizers, scaler, batches, signals, config):
                mem_bytes=peak_mem_bytes(device))
     table = of_all_ranks(own.values(), device)
     *numbers, param_norm = torch.cat((table.flatten(), param_norm.view(1))).tolist()
-    waited_ms = 1e3 * (time.perf_counter() - start_s) - own["step_ms"]  # for what was launched
-    own["step_ms"] += waited_ms
-    entry = dict(loss=loss, grad_norm=grad_norm, param_norm=param_norm, skipped=skipped, **own)
-    entry["tokens_per_sec"] = 1e3 * config.global_batch_size * config.block_size / own["step_ms"]
-    entry["ranks"] = over_ranks(own, np.reshape(numbers, (len(own), W)), waited_ms)
+    step_s = time.perf_counter() - start_s
+    of_ranks = over_ranks(own, np.reshape(numbers, (len(own), W)), 1e3 * step_s)
+    own |= dict(step_ms=1e3 * step_s, ranks=of_ranks,
+                tokens_per_sec=config.global_batch_size * config.block_size / step_s)
+    entry = own | dict(loss=loss, grad_norm=grad_norm, param_norm=param_norm, skipped=skipped)
     return entry, n_signals > 0
 
 
@@ -925,7 +925,8 @@ def make_optimizers(model, config):
     groups = [dict(params=matrices, weight_decay=config.weight_decay),
               dict(params=others, weight_decay=0.0)]
     kind = others[0].device.type
-    fused = kind in FUSED_ADAMW  # else foreach on an accelerator: not a kernel for each tensor
+    fused = kind in FUSED_ADAMW and not has_scaler(config)
+    # foreach on an accelerator: else each tensor takes kernels of its own.
     options = dict(lr=config.lr, betas=(config.beta1, config.beta2), fused=fused,
                    foreach=kind != "cpu" and not fused)
     if config.mode == "torch-zero1":
@@ -947,7 +948,13 @@ def make_scaler(config, device):
     """
     N = max(1, config.global_batch_size // config.micro_batch_size)
     return ShardedGradScaler(device.type, 2.0 ** (16 - (N - 1).bit_length()),
-                             enabled="fp16" in (config.dtype, config.param_dtype))
+                             enabled=has_scaler(config))
+
+
+def has_scaler(config):
+    """Whether losses are scaled. Fused AdamW cannot be there then (torch 2.13): ShardedGradScaler
+    hands it a number of shape (1,), and it subtracts that from steps of shape ()."""
+    return "fp16" in (config.dtype, config.param_dtype)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1124,17 +1131,18 @@ def of_all_ranks(numbers, device):
     return table
 
 
-def over_ranks(names, table, waited_ms):
+def over_ranks(names, table, whole_ms):
     """[min, mean, max] of each row of a table of `of_all_ranks`, by its name, and the slowest rank.
     All ranks take as long as that one, so it is the one that waits least; None in the torch modes,
     which do not say how long they wait.
 
-    waited_ms: what each rank has waited for its device since, at the end of the step.
+    whole_ms: what the step took, to its end, which is the same for all ranks. An accelerator was
+    not yet done when times were taken: the last rank has waited for its own since, and no other.
     """
     step_ms, exposed_ms, _ = table
     busy_ms = step_ms - exposed_ms
     found = dict(slowest=None if np.isnan(busy_ms).any() else int(busy_ms.argmax()))
-    step_ms += waited_ms
+    step_ms[:] = whole_ms - (step_ms.max() - step_ms)
     for name, row in zip(names, table):
         found[name] = [row.min(), row.mean(), row.max()]
     return found

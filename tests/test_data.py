@@ -78,8 +78,9 @@ def test_data_and_rates_are_as_promised(tmp_path):
 @pytest.mark.ranks(1, 2)
 def test_the_first_batch_is_read_ahead(W):
     """ReadAhead has the micro batches of each step, from any step on and over the end of an epoch.
-    A step's first one is read when all of the step before are used, and no other one ahead."""
-    config = train.Config(block_size=4, global_batch_size=4, micro_batch_size=1)
+    A step's first one is read when all of the step before are used, and no other one ahead; nor
+    is one after the last step."""
+    config = train.Config(block_size=4, global_batch_size=4, micro_batch_size=1, max_steps=7)
     tokens = np.arange(4 * 10 + 1)  # an epoch has two steps
     cpu = torch.device("cpu")
     n = 4 // W
@@ -106,6 +107,9 @@ def test_the_first_batch_is_read_ahead(W):
             assert next(found, None) is None, f"step {step} has more than {n} micro batches"
         assert len(expected) == n and len(read) == n + 1 - n_before, f"step {step}: {read}"
         assert 4 * read[-1][0] == first_of_next[0, 0], f"step {step}: {read[-1]} was read ahead"
+    with mock.patch.object(data, "read_blocks", spied):
+        read.clear()
+        assert len([*ahead.of_next_step()]) == n and len(read) == n - 1, f"the last step: {read}"
 
 
 def test_large_data_is_read_in_part():

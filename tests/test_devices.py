@@ -196,11 +196,11 @@ def test_a_step_reads_twice(mode, tmp_path):
 
 
 def test_times_of_all_ranks():
-    """Least, mean and most. The slowest rank is the one that waits least for others; that a rank
-    has waited for its device counts as its time."""
+    """Least, mean and most. The slowest rank is the one that waits least for others. The last one
+    has taken all of the step's time, the others as much less as they were sooner."""
     names = ("step_ms", "comm_exposed_ms", "mem_bytes")
     table = [[10.0, 12.0], [4.0, 5.0], [1.0, 3.0]]
-    assert train.over_ranks(names, np.array(table), 2.0) == dict(
+    assert train.over_ranks(names, np.array(table), 14.0) == dict(
         slowest=1, step_ms=[12, 13, 14], comm_exposed_ms=[4, 4.5, 5], mem_bytes=[1, 2, 3])
     table[1] = [math.nan, math.nan]
     assert train.over_ranks(names, np.array(table), 0.0)["slowest"] is None
@@ -277,15 +277,19 @@ def test_fused_adamw_is_not_for_cpus():
 @pytest.mark.parametrize("kind, fused, foreach", [
     ("cuda", True, False), ("xpu", False, True), ("mps", False, True), ("cpu", False, False)])
 def test_which_adamw_is_taken(kind, fused, foreach):
-    """Fused where its bits are known, else foreach, but on a CPU a tensor at a time."""
+    """Fused where its bits are known, else foreach, but on a CPU a tensor at a time. With a scaler
+    never fused: torch's for shards does not go with that."""
     p = mock.MagicMock(device=torch.device(kind))
     p.dim.return_value = 1
     model = mock.MagicMock()
     model.named_parameters.return_value = [("norm.weight", p)]
-    with mock.patch.object(torch.optim, "AdamW") as adamw:
-        train.make_optimizers(model, train.Config(mode="single"))
-    options = adamw.call_args.kwargs
-    assert (options["fused"], options["foreach"]) == (fused, foreach)
+    for flags, with_scaler in ((dict(), False), (dict(dtype="bf16"), False),
+                               (dict(dtype="fp16"), True), (dict(param_dtype="fp16"), True)):
+        with mock.patch.object(torch.optim, "AdamW") as adamw:
+            train.make_optimizers(model, train.Config(mode="single", **flags))
+        options = adamw.call_args.kwargs
+        expected = (False, kind != "cpu") if with_scaler else (fused, foreach)
+        assert (options["fused"], options["foreach"]) == expected, flags
 
 
 def take_fused(main):

@@ -10,8 +10,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
 
 import train
 from extras import auto
@@ -199,16 +201,44 @@ def test_rows_that_no_token_uses(vocab_size, n_rows, tied):
 
 @pytest.mark.ranks(1)
 def test_no_token_is_beyond_the_vocabulary(W):
-    """None is sampled, however likely all are, and none is taken as an input."""
+    """None is sampled, however likely all are, and none is taken as an input or a target."""
     gpt = small_gpt(vocab_size=65)
     generator = torch.Generator().manual_seed(0)
     prompt = torch.zeros(64, 1, dtype=torch.int64)
     for options in ({}, dict(top_k=128)):
         found = gpt.generate(prompt, 32, temperature=1e9, generator=generator, **options)
         assert set(found.flatten().tolist()) == set(range(65)), f"{options}: not all 65 tokens"
-    gpt(torch.tensor([[64]]))
-    raises(IndexError, "out of range", gpt, torch.tensor([[65]]))
+    last, beyond = torch.tensor([[64]]), torch.tensor([[65]])
+    gpt(last, last)
+    raises(IndexError, "out of range", gpt, beyond)
+    raises(IndexError, "out of bounds", gpt, last, beyond)
     raises(ValueError, "pad_vocab_size_to is 0", GPTConfig, pad_vocab_size_to=0)
+
+
+@pytest.mark.ranks(1)
+def test_hooks_see_the_logits_of_all_rows():
+    """Nothing writes to what the head has given: hooks of modules and tensors, a module around the
+    head, and FSDP2 work as with any model."""
+    idx = torch.arange(32).view(2, 16)
+    seen = []
+    gpt = small_gpt()
+    gpt.lm_head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))
+    gpt.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    logits, loss = gpt(idx, idx)
+    logits.register_hook(seen.append)
+    (loss + seen[0].square().mean() + logits.square().mean()).backward()
+    shapes = [(2, 16, 64), (2, 16, 61), (2, 16, 64)]
+    assert [tuple(t.shape) for t in seen] == shapes
+    assert all(t.isfinite().all() for t in seen), "not finite"
+    gpt.lm_head = torch.nn.Sequential(gpt.lm_head, torch.nn.Tanh())
+    gpt(idx, idx)[1].backward()
+    gpt = small_gpt()
+    expected = gpt(idx, idx)[1]
+    sharded = fully_shard(gpt, mesh=dist.init_device_mesh("cpu", (1,)))
+    with pytest.warns(UserWarning, match="returned a view"):  # which extras/torchs.py silences
+        _, loss = sharded(idx, idx)
+    loss.backward()
+    assert torch.equal(loss, expected), f"{loss} in FSDP2, not {expected}"
 
 
 def losses_of_a_step(model, gpt):
