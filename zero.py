@@ -24,8 +24,8 @@ after a step gathers parameters. (`Zero2` has to be told which backward is the l
 `set_is_last_backward`, or it gathers in each forward, and sends 2 n.)
 
 The module keeps its parameters: forward and backward compute with them. The optimizer gets other
-parameters, the shards. (A fused optimizer rounds the last elements of a tensor differently, so that
-its shards do not get the bits of the whole.)
+parameters, the shards. (On a CPU a fused optimizer rounds the last elements of a tensor
+differently, so that its shards do not get the bits of the whole.)
 
 How it differs: in stage 3 the backward unshards a unit when autograd asks for one of its weights,
 so a model may call its units again, out of order or in a checkpoint. Contributions to a gradient
