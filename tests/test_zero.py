@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 
 import ddp
 import zero
@@ -451,6 +452,66 @@ def test_a_model_calls_itself(stage):
         counts.append(len(calls))
         model.zero_grad()
     assert len(set(counts)) == 1, f"{counts} messages"
+
+
+class Tanh(nn.Linear):
+    """Raises if it is told to, in the middle."""
+    fails = False
+
+    def forward(self, x):
+        y = super().forward(x).tanh()
+        if self.fails:
+            raise KeyError("in a part")
+        return y
+
+
+class Parts(nn.Module):
+    """Units whose own forward is never called, only that of their parts, each in a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList()
+        for _ in range(3):
+            self.blocks.append(nn.ModuleDict(dict(first=Tanh(4, 4), second=Tanh(4, 4))))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block["first"], x, use_reentrant=False)
+            x = checkpoint(block["second"], x, use_reentrant=False)
+        return x.square().mean()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_parts_may_end_by_an_error(stage):
+    """As a checkpoint ends the second forward of one. After the backward all units are free, and
+    after a forward that follows an error; all has the bits of one process."""
+    plain = Parts()
+    model = STAGES[stage](Parts())
+    x = torch.ones(2, 4)
+    part = model.module.blocks[1]["second"]
+
+    def are_free():
+        for p in model.module.parameters():
+            raises(RuntimeError, "only in the forward of its unit", p.isnan)
+
+    for _ in range(3):
+        expected, loss = plain(x), model(x)
+        assert torch.equal(loss, expected), f"{loss}, not {expected}"
+        expected.backward()
+        loss.backward()
+        are_free()
+        for forward in (model, part):
+            part.fails = True
+            raises(KeyError, "in a part", forward, x)
+            part.fails = False
+        with torch.no_grad():
+            assert torch.equal(part(x), plain.blocks[1]["second"](x)), "a part has other bits"
+        are_free()
+        for module in (plain, model):
+            torch.optim.SGD(module.parameters(), lr=0.5).step()
+            module.zero_grad()
 
 
 @pytest.mark.ranks(2)
