@@ -258,8 +258,8 @@ class ReadAhead:
         self.batches = self.read(step=step)
 
     def of_next_step(self):
-        """Yield the micro batches of a step. A loop over them asks for one more after the last one:
-        while the device still computes with that, read the first one of the step after."""
+        """Yield the micro batches of the next step. A loop asks for one more after the last one:
+        then, while the device still computes, the first one of the step after is read."""
         yield from self.batches
         self.step += 1
         if self.step <= self.last_step:

@@ -40,9 +40,9 @@ class GPTConfig:
     multiple of pad_vocab_size_to: a GPU multiplies a matrix of 50,304 rows much faster than one of
     50,257. No token uses these last rows:
     - they are 0 at the beginning, and stay 0, since their gradients are;
-    - neither the loss has their logits nor what `forward` returns: none is ever sampled;
+    - their logits are neither in the loss nor in what `forward` returns: none is ever sampled;
     - a folder of transformers has none of them, whether it is written or read.
-    1 means none of them, as in checkpoints of before there were any.
+    1 means none of them, as in checkpoints from before this field.
     """
     block_size: int = 1024             # T: longest sequence, in tokens
     vocab_size: int = 50257            # V, of the tokenizer
@@ -98,7 +98,7 @@ PRESETS = {
 
 
 class Embedding(nn.Embedding):
-    """A vector for each token. To ask for a row that no token uses raises IndexError."""
+    """A vector for each token. To ask for a row that no token uses is an error, as ever."""
 
     def __init__(self, config):
         super().__init__(config.padded_vocab_size, config.n_embd)
@@ -204,8 +204,8 @@ def loss_of(logits, targets, V=None):
     the first V logits, None for all. A target of -1 is left out of it.
 
     In fp32, as a sum of V exponentials in bf16 loses the small ones. That costs two tensors as
-    large as the logits in fp32, unless this is compiled: then neither is in memory. Nor is then a
-    copy of the gradient, which a slice outside of this function would cost.
+    large as the logits in fp32, unless this is compiled: then neither is in memory. The slice is
+    made here, as outside it would cost a copy of the gradient then.
     """
     flat = logits[..., :V].float().flatten(0, -2)
     return F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
@@ -264,14 +264,14 @@ class GPT(nn.Module):
             if p is self.wte.weight or p is self.lm_head.weight:
                 used = p[:self.config.vocab_size]
                 p[self.config.vocab_size:] = 0
-            drawn = torch.empty(used.shape, dtype=torch.float32, device="cpu")  # whatever default
+            drawn = torch.empty(used.shape, dtype=torch.float32, device="cpu")  # not a default
             used.copy_(drawn.normal_(0.0, math.sqrt(variance), generator=generator))
 
     def forward(self, idx, targets=None):
         """idx, targets (B, T) token ids -> logits (B, T, V), and `loss_of` them or None.
 
-        Raises ValueError where T exceeds block_size, IndexError for what is no token. The loss has
-        no gradient by these logits: they are a slice of those of which it is made.
+        Raises ValueError where T exceeds block_size, and on a CPU IndexError for ids from V on. The
+        loss is not made of the logits that are returned, a slice, so it has no gradient by them.
         """
         T = idx.size(1)
         if T > self.config.block_size:

@@ -30,8 +30,8 @@ can resume, a text that the model wrote, and as the last line of stdout `RESULT 
 param_sha256 is equal for runs that produced the same bits.
 
 Cost: two small all-reduces a step, for losses and for timings, and the norm of the parameters,
-which is one more where they are sharded. In two places of a step the CPU waits for an accelerator,
-which then waits for the CPU: before the update, for the loss and the norm of the gradients, as a
+which is one more where they are sharded. Twice a step the CPU waits for an accelerator, which then
+is idle until the CPU goes on: before the update, for the loss and the norm of the gradients, as a
 step in which they are not finite is skipped; and after it, for the time that it took.
 
 To debug, put breakpoint() anywhere and run one process: `python train.py --mode zero3` goes through
@@ -716,8 +716,8 @@ def train_step(model, optimizers, scaler, batches, signals, config):
 
     # Add up losses over ranks, and in the same collective what all ranks must know. Each micro
     # batch has a place, in the order of the data. Other ranks' places are 0, so the sum over ranks
-    # rounds nothing, and the logged loss does not depend on W. All of it is read at once: the first
-    # place where the CPU waits for an accelerator.
+    # rounds nothing, and the logged loss does not depend on W. All of it is read at once. This is
+    # the first time that the CPU waits for an accelerator.
     sums = torch.zeros(n * W + 2, dtype=torch.float64, device=device)
     sums[rank:n * W:W] = torch.stack(losses)
     sums[-2] = ~norm.isfinite()
@@ -735,17 +735,17 @@ def train_step(model, optimizers, scaler, batches, signals, config):
     weights = [local(p.detach()) for p in model.parameters()]
     param_norm = total_norm(weights, model.shard_group).to(device)
 
-    # What the step took, on all ranks. It is read when the update has been made: the second place.
+    # What the step took, on all ranks. It is read when the update has been made: the second time.
     own = dict(step_ms=1e3 * (time.perf_counter() - start_s),
                comm_exposed_ms=1e3 * (model.exposed_s - exposed_before_s),
                mem_bytes=peak_mem_bytes(device))
     table = of_all_ranks(own.values(), device)
     *numbers, param_norm = torch.cat((table.flatten(), param_norm.view(1))).tolist()
     step_s = time.perf_counter() - start_s
-    of_ranks = over_ranks(own, np.reshape(numbers, (len(own), W)), 1e3 * step_s)
-    own |= dict(step_ms=1e3 * step_s, ranks=of_ranks,
-                tokens_per_sec=config.global_batch_size * config.block_size / step_s)
-    entry = own | dict(loss=loss, grad_norm=grad_norm, param_norm=param_norm, skipped=skipped)
+    own["step_ms"] = 1e3 * step_s
+    entry = dict(loss=loss, grad_norm=grad_norm, param_norm=param_norm, skipped=skipped, **own)
+    entry["tokens_per_sec"] = config.global_batch_size * config.block_size / step_s
+    entry["ranks"] = over_ranks(own, np.reshape(numbers, (len(own), W)))
     return entry, n_signals > 0
 
 
@@ -952,7 +952,7 @@ def make_scaler(config, device):
 
 
 def has_scaler(config):
-    """Whether losses are scaled. Fused AdamW cannot be there then (torch 2.13): ShardedGradScaler
+    """Whether losses are scaled. Fused AdamW cannot be used then (torch 2.13): ShardedGradScaler
     hands it a number of shape (1,), and it subtracts that from steps of shape ()."""
     return "fp16" in (config.dtype, config.param_dtype)
 
@@ -1122,7 +1122,8 @@ def peak_mem_bytes(device):
 
 def of_all_ranks(numbers, device):
     """This rank's numbers -> those of all ranks, a column each: (len(numbers), W), in float64. A
-    collective, for which the CPU does not wait: one by one, numbers are copied at once."""
+    collective, for which the CPU does not wait. (So numbers are written one by one: to copy a list
+    of them to an accelerator would wait.)"""
     W = dist.get_world_size()
     table = torch.zeros(len(numbers), W, dtype=torch.float64, device=device)
     for row, number in zip(table, numbers):
@@ -1131,19 +1132,19 @@ def of_all_ranks(numbers, device):
     return table
 
 
-def over_ranks(names, table, whole_ms):
+def over_ranks(own, table):
     """[min, mean, max] of each row of a table of `of_all_ranks`, by its name, and the slowest rank.
     All ranks take as long as that one, so it is the one that waits least; None in the torch modes,
     which do not say how long they wait.
 
-    whole_ms: what the step took, to its end, which is the same for all ranks. An accelerator was
-    not yet done when times were taken: the last rank has waited for its own since, and no other.
+    own: {name: number} of this rank, with the time to the end of the step. The other ranks' times
+    were taken before they waited for each other, and, on accelerators, for the end of the update.
     """
     step_ms, exposed_ms, _ = table
     busy_ms = step_ms - exposed_ms
     found = dict(slowest=None if np.isnan(busy_ms).any() else int(busy_ms.argmax()))
-    step_ms[:] = whole_ms - (step_ms.max() - step_ms)
-    for name, row in zip(names, table):
+    step_ms[dist.get_rank()] = own["step_ms"]
+    for name, row in zip(own, table):
         found[name] = [row.min(), row.mean(), row.max()]
     return found
 

@@ -891,7 +891,7 @@ class UnevenForwards(UnevenRanks):
 
         _in_forward    [(module, its unit)] of forwards under way, the innermost last; without
                        submodules that are called in the forward of their unit
-        _called_alone  submodules that have been called outside of that
+        _called_alone  submodules that a forward has begun with, outside of their unit's
         _gathers_all   whether the next forward gathers all units: `_begin_forward`
     """
 
@@ -919,13 +919,14 @@ class UnevenForwards(UnevenRanks):
             return
         if module not in self._called_alone:
             self._called_alone.add(module)
-            # Only now, for a forward that raises: torch.compile asks for the numbers of such hooks,
-            # so it would make a graph for each of several blocks that are alike.
+            # For a forward that raises. Only now, since torch.compile looks at the ids of hooks
+            # that are always called: with such ones in it, each block would be a graph of its own.
             after = unless_compiling(weakly(self._post_alone, unit))
             self._add_hook(module.register_forward_hook, after, always_call=True)
         self._pre_forward(unit, module, inputs, kwargs)
 
     def _post_alone(self, unit, module, *_):
+        """End a forward that has begun with this submodule, also one that raises."""
         if self._in_forward and self._in_forward[-1][0] is module:
             self._post_forward(unit, module)
 

@@ -196,14 +196,20 @@ def test_a_step_reads_twice(mode, tmp_path):
 
 
 def test_times_of_all_ranks():
-    """Least, mean and most. The slowest rank is the one that waits least for others. The last one
-    has taken all of the step's time, the others as much less as they were sooner."""
-    names = ("step_ms", "comm_exposed_ms", "mem_bytes")
+    """Least, mean and most, where this rank's time is that to the end. The slowest rank is the one
+    that waits least for others, whichever has begun first."""
+    own = dict(step_ms=13.0, comm_exposed_ms=4.0, mem_bytes=1.0)
     table = [[10.0, 12.0], [4.0, 5.0], [1.0, 3.0]]
-    assert train.over_ranks(names, np.array(table), 14.0) == dict(
-        slowest=1, step_ms=[12, 13, 14], comm_exposed_ms=[4, 4.5, 5], mem_bytes=[1, 2, 3])
-    table[1] = [math.nan, math.nan]
-    assert train.over_ranks(names, np.array(table), 0.0)["slowest"] is None
+    with mock.patch.object(dist, "get_rank", lambda: 0):
+        assert train.over_ranks(own, np.array(table)) == dict(
+            slowest=1, step_ms=[12, 12.5, 13], comm_exposed_ms=[4, 4.5, 5], mem_bytes=[1, 2, 3])
+        table[0] = [3.0, 412.0]  # rank 0 has begun late, and the other one has waited for it
+        table[1] = [1.0, 408.0]
+        assert train.over_ranks(own, np.array(table)) == dict(
+            slowest=1, step_ms=[13, 212.5, 412], comm_exposed_ms=[1, 204.5, 408],
+            mem_bytes=[1, 2, 3])
+        table[1] = [math.nan, math.nan]
+        assert train.over_ranks(own, np.array(table))["slowest"] is None
 
 
 @pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "ddp")])
