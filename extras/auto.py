@@ -35,41 +35,50 @@ def reset_peak(device):
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
 
 
+def peak_of_steps(model, optimizers, size, config, device):
+    """The most memory that this process has held so far, after steps with micro batches of a size.
+    Two micro-steps, since accumulating takes memory too, and three steps, for PowerSGD."""
+    W = dist.get_world_size()
+    config = dataclasses.replace(config, micro_batch_size=size, global_batch_size=2 * size * W)
+    tokens = np.zeros(config.global_batch_size * config.block_size + 1, dtype=np.uint16)
+    scaler = train.make_scaler(config, device)
+    try:
+        for step in range(1, 4):
+            batches = micro_batches(tokens, step, config, device)
+            train.train_step(model, optimizers, scaler, batches, [], config)
+    except torch.OutOfMemoryError:  # on all ranks, since all do the same
+        return math.inf
+    return train.peak_mem_bytes(device)
+
+
 def largest_micro_batch(config, gpt_config, device):
     """The largest size that divides a rank's part of the global batch and keeps a step within the
     limit on every rank. Refuses if none does. A collective.
 
-    Memory grows with the size along a straight line, which is drawn through sizes 1 and 2. These
-    are tried on a model and on data that are thrown away; an accelerator whose memory is out at
-    size 2 gets size 1. 5 % of the limit is kept for evaluation and checkpoints, which are not
-    tried.
+    Sizes 1, 2, 4 and so on are tried, on a model and on data that are thrown away, as long as twice
+    the last one should fit: memory grows with the size along a straight line, which is drawn
+    through the last two. (Not through 1 and 2 alone, since malloc treats small tensors in another
+    way.) An accelerator whose memory is out has reached the limit. 5 % of it is kept for evaluation
+    and checkpoints, which are not tried.
     """
     limit, W = 0.95 * bytes_for_a_rank(config, device), dist.get_world_size()
+    share = max(1, config.global_batch_size // W)  # fewer than W are for an evaluation alone
     config = dataclasses.replace(config, warmup_steps=0)  # PowerSGD begins in the third step
     model = train.wrap(train.build_on_device(gpt_config, config), config, device)
     optimizers = train.make_optimizers(model, config)
-    tokens = np.zeros(4 * W * config.block_size + 1, dtype=np.uint16)
     reset_peak(device)  # that of tokenizing
-    peaks = []
-    for size in (1, 2):
-        # Two micro-steps, since accumulating takes memory too, and three steps, for PowerSGD.
-        trial = dataclasses.replace(config, micro_batch_size=size, global_batch_size=2 * size * W)
-        scaler = train.make_scaler(trial, device)
-        try:
-            for step in range(1, 4):
-                batches = micro_batches(tokens, step, trial, device)
-                train.train_step(model, optimizers, scaler, batches, [], trial)
-            peaks.append(train.peak_mem_bytes(device))
-        except torch.OutOfMemoryError:  # on all ranks, since all do the same
-            peaks.append(math.inf)
+    peaks, size, most = [], 1, 2
+    while size <= max(2, min(most, share)):
+        peaks.append(peak_of_steps(model, optimizers, size, config, device))
+        if size > 1:
+            bytes_per_sequence = max(1, peaks[-1] - peaks[-2]) / (size / 2)
+            room = limit - peaks[-2]  # beside size / 2
+            most = min(train.gather(size / 2 + room / bytes_per_sequence if room >= 0 else 0))
+        size *= 2
     del model, optimizers
     gc.collect()  # hooks and modules are in reference cycles
     torch.compiler.reset()
     reset_peak(device)
-    bytes_per_sequence = max(1, peaks[1] - peaks[0])
-    room = limit - peaks[0]  # beside size 1
-    most = min(train.gather(1 + room / bytes_per_sequence if room >= 0 else 0))
-    share = max(1, config.global_batch_size // W)  # fewer than W are for an evaluation alone
     fitting = [size for size in range(1, share + 1) if size <= most and share % size == 0]
     found = f"size 1 takes {1e-9 * peaks[0]:.2f} GB, and the limit is {1e-9 * limit:.2f}"
     if not fitting:

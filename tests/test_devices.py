@@ -331,6 +331,41 @@ def test_fused_adamw_goes_on_from_any(is_fused, tmp_path):
 # ---- --deterministic
 
 
+# What a process holds before, what a sequence adds, in MB, and what malloc keeps of tensors that
+# are as small as those of sizes 1 and 2.
+HELD, EACH, KEPT = 460, 77, 670
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("limit, expected, tried", [
+    (1600, 12, [1, 2, 4, 8]), (1000, 6, [1, 2, 4]), (4000, 24, [1, 2, 4, 8, 16]),
+    (790, 3, [1, 2, 4]), (740, 2, [1, 2, 4]), (690, None, [1, 2])])
+def test_the_most_that_fits(limit, expected, tried):
+    """--micro_batch_size auto finds the largest divisor of 24 that fits on all ranks, of which one
+    holds more, although sizes 1 and 2 hold as much; it tries none that has no chance. Memory that
+    is out is no error."""
+    more = 5 * dist.get_rank()
+    sizes = []
+
+    def peak(model, optimizers, size, *others):
+        sizes.append(size)
+        found = max(KEPT, HELD + EACH * size) + more
+        return 1e6 * found if found < 2 * limit else math.inf
+
+    config = train.Config(mode="ddp", micro_batch_size="auto", global_batch_size=48)
+    config.memory_limit_gb = limit / 1e3
+    nothing = mock.MagicMock()
+    with mock.patch.multiple(train, wrap=nothing, build_on_device=nothing, make_optimizers=nothing,
+                             say=nothing), mock.patch.object(auto, "peak_of_steps", peak):
+        if expected is None:
+            raises(SystemExit, "size 1 takes 0.6", auto.largest_micro_batch, config, None,
+                   torch.device("cpu"))
+        else:
+            found = auto.largest_micro_batch(config, None, torch.device("cpu"))
+            assert found == expected, f"{found}, after {sizes}"
+    assert sizes == tried
+
+
 def assert_deterministic(workspace):
     """In an update: torch takes deterministic kernels alone."""
     assert torch.are_deterministic_algorithms_enabled(), "not deterministic"
