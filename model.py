@@ -46,7 +46,7 @@ class GPTConfig:
     """
     block_size: int = 1024             # T: longest sequence, in tokens
     vocab_size: int = 50257            # V, of the tokenizer
-    pad_vocab_size_to: int = 64
+    pad_vocab_size_to: int = 64        # see above
     n_layer: int = 12                  # L
     n_head: int = 12                   # H, query heads
     n_embd: int = 768                  # C; the head size hs is C / H
@@ -98,7 +98,7 @@ PRESETS = {
 
 
 class Embedding(nn.Embedding):
-    """A vector for each token. To ask for a row that no token uses is an error, as ever."""
+    """A vector for each token. To ask for a row that no token uses is an error."""
 
     def __init__(self, config):
         super().__init__(config.padded_vocab_size, config.n_embd)
@@ -205,7 +205,7 @@ def loss_of(logits, targets, V=None):
 
     In fp32, as a sum of V exponentials in bf16 loses the small ones. That costs two tensors as
     large as the logits in fp32, unless this is compiled: then neither is in memory. The slice is
-    made here, as outside it would cost a copy of the gradient then.
+    made in here: made outside, it would cost a copy of the gradient.
     """
     flat = logits[..., :V].float().flatten(0, -2)
     return F.cross_entropy(flat, targets.flatten(), ignore_index=-1)
@@ -264,7 +264,8 @@ class GPT(nn.Module):
             if p is self.wte.weight or p is self.lm_head.weight:
                 used = p[:self.config.vocab_size]
                 p[self.config.vocab_size:] = 0
-            drawn = torch.empty(used.shape, dtype=torch.float32, device="cpu")  # not a default
+            # In fp32 on the CPU, whatever torch's defaults are.
+            drawn = torch.empty(used.shape, dtype=torch.float32, device="cpu")
             used.copy_(drawn.normal_(0.0, math.sqrt(variance), generator=generator))
 
     def forward(self, idx, targets=None):

@@ -537,7 +537,7 @@ def find_checkpoint(start, lock):
             record = read_record(folder)
             if "flags" not in record:
                 raise SystemExit(f"{folder} was written by an earlier version of train.py")
-            # Checkpoints of before models had rows that no token uses.
+            # A checkpoint from before that field is of a model without rows that no token uses.
             record["facts"].setdefault("pad_vocab_size_to", 1)
             return folder, record
         if folder == folders[-1]:
@@ -700,7 +700,7 @@ def train_step(model, optimizers, scaler, batches, signals, config):
     for micro_step, (x, y) in enumerate(batches, start=1):
         with exchanging(model, config, is_last=micro_step == n):
             with autocast(config.dtype, x.device):
-                loss = model(x, y)[1]  # logits, which are large, are not kept by a name
+                loss = model(x, y)[1]  # no name keeps the logits, which are large
             scaler.scale(loss).backward()  # not loss / n, which would round
         losses.append(loss.detach())
     if config.mode == "naive":

@@ -57,9 +57,9 @@ def largest_micro_batch(config, gpt_config, device):
 
     Sizes 1, 2, 4 and so on are tried, on a model and on data that are thrown away, as long as twice
     the last one should fit: memory grows with the size along a straight line, which is drawn
-    through the last two. (Not through 1 and 2 alone, since malloc treats small tensors in another
-    way.) An accelerator whose memory is out has reached the limit. 5 % of it is kept for evaluation
-    and checkpoints, which are not tried.
+    through the last two. (Through 1 and 2 alone it may be flat on a CPU, where a process keeps
+    memory of small tensors that it has freed.) An accelerator whose memory is out has reached the
+    limit. 5 % of it is kept for evaluation and checkpoints, which are not tried.
     """
     limit, W = 0.95 * bytes_for_a_rank(config, device), dist.get_world_size()
     share = max(1, config.global_batch_size // W)  # fewer than W are for an evaluation alone
@@ -67,13 +67,14 @@ def largest_micro_batch(config, gpt_config, device):
     model = train.wrap(train.build_on_device(gpt_config, config), config, device)
     optimizers = train.make_optimizers(model, config)
     reset_peak(device)  # that of tokenizing
-    peaks, size, most = [], 1, 2
-    while size <= max(2, min(most, share)):
+    peaks = [peak_of_steps(model, optimizers, 1, config, device)]
+    size = most = 2  # size 2 is tried in any case: a line needs two points
+    while size <= most:
         peaks.append(peak_of_steps(model, optimizers, size, config, device))
-        if size > 1:
-            bytes_per_sequence = max(1, peaks[-1] - peaks[-2]) / (size / 2)
-            room = limit - peaks[-2]  # beside size / 2
-            most = min(train.gather(size / 2 + room / bytes_per_sequence if room >= 0 else 0))
+        bytes_per_sequence = max(1, peaks[-1] - peaks[-2]) / (size / 2)
+        room = limit - peaks[-2]  # beside size / 2
+        own_most = size / 2 + room / bytes_per_sequence if room >= 0 else 0
+        most = min(share, *train.gather(own_most))
         size *= 2
     del model, optimizers
     gc.collect()  # hooks and modules are in reference cycles
