@@ -9,6 +9,7 @@ of the seed and the step, so there is no state to save, and to resume at a step 
 What is a user's mistake raises SystemExit with a line that says so.
 """
 
+import codecs
 import functools
 import hashlib
 import itertools
@@ -23,9 +24,25 @@ import torch
 import torch.distributed as dist
 
 END_OF_TEXT = "<|endoftext|>"
-# Of tiktoken's encodings whose tokens have 16 bits: what is tokenized with one of them trains
-# without the file of the tokenizer, which tiktoken would download.
-VOCAB_SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284}
+# Of tiktoken's encodings: what is tokenized with one of them trains without the file of the
+# tokenizer, which tiktoken would download.
+VOCAB_SIZES = {"gpt2": 50257, "r50k_base": 50257, "p50k_base": 50281, "p50k_edit": 50284,
+               "cl100k_base": 100277, "o200k_base": 200019}
+# Of the numbers in a folder of tokens, little-endian: uint16 is nanoGPT's, others have to be said.
+FORMATS = ("uint8", "uint16", "uint32", "uint64", "int16", "int32", "int64")
+# What a train.bin that nothing is said of may be, in this order: int64 would pass for uint32, too.
+WIDE_FORMATS = ("int64", "uint32", "float64", "float32")
+# The first bytes of files that have more than numbers, and what such a file is.
+HEADERS = {
+    b"\x93NUMPY": "an .npy: np.load it, and write its numbers with .tofile",
+    b"PK\x03\x04": "a zip, as of np.savez or torch.save: load it, and write its numbers alone",
+    b"\x1f\x8b\x08": "compressed: unpack it with gunzip",
+    b"\x28\xb5\x2f\xfd": "compressed: unpack it with unzstd",
+    b"PAR1": "a Parquet table: read it, and write its tokens as plain numbers",
+    b"\x89HDF\r\n\x1a\n": "an HDF5 file: read it, and write its tokens as plain numbers",
+    (20240520).to_bytes(4, "little"): "llm.c's: leave out its header, as tail -c +1025 does",
+    (20240801).to_bytes(4, "little"): "llm.c's of uint32: leave out its header, as tail -c +1025 "
+                                      "does, and put .uint32 before .bin in its name"}
 
 # -------------------------------------------------------------------------------------------------
 # tokenizers
@@ -35,13 +52,8 @@ class Characters:
     """The tokenizer of nanoGPT's data of characters, whose folder has a meta.pkl."""
     eot_token = 0  # there is no end of text: a newline, where the text has some
 
-    def __init__(self, path):
-        try:
-            with open(path, "rb") as file:
-                meta = PlainUnpickler(file).load()
-            self.n_vocab, self.characters, self.ids = meta["vocab_size"], meta["itos"], meta["stoi"]
-        except Exception as error:  # what is no such pickle may fail in any way
-            raise SystemExit(f"--dataset: {path} is not as nanoGPT writes it: {error!r}") from error
+    def __init__(self, meta):
+        self.n_vocab, self.characters, self.ids = meta["vocab_size"], meta["itos"], meta["stoi"]
 
     def encode(self, text, **options):
         unknown = set(text) - set(self.ids)
@@ -60,6 +72,29 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it has a {module}.{name}")
 
 
+def read_meta(path):
+    """A folder's meta.pkl -> a dict; {} if there is none. It has nanoGPT's characters, or says the
+    "dtype" of the folder's numbers, or both."""
+    if not path.exists():
+        return {}
+    try:
+        with open(path, "rb") as file:
+            meta = dict(PlainUnpickler(file).load())
+        if "itos" in meta or "dtype" not in meta:
+            missing = {"vocab_size", "itos", "stoi"} - set(meta)
+            if missing:
+                raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            n_tokens = meta["vocab_size"]
+            if not isinstance(n_tokens, int) or n_tokens < 1:
+                raise ValueError(f"vocab_size is {n_tokens!r}")
+    except Exception as error:  # what is no such pickle may fail in any way
+        raise SystemExit(f"--dataset: {path} is not as nanoGPT writes it: {error!r}") from error
+    if meta.get("dtype", "uint16") not in FORMATS:
+        raise SystemExit(f"--dataset: {path} has dtype {meta['dtype']!r}, which is none of "
+                         f"{', '.join(FORMATS)}")
+    return meta
+
+
 def is_tokenized(dataset):
     """Whether it is nanoGPT's folder of train.bin and val.bin."""
     return dataset != "stdlib" and os.path.isdir(dataset)
@@ -68,10 +103,11 @@ def is_tokenized(dataset):
 def choose_tokenizer(config):
     """-> the tokenizer, and how many tokens it knows. The former is None where only the sample
     needs it: it may be a download."""
-    meta = pathlib.Path(config.dataset, "meta.pkl")
-    if is_tokenized(config.dataset) and meta.exists():
+    path = pathlib.Path(config.dataset, "meta.pkl")
+    meta = read_meta(path) if is_tokenized(config.dataset) else {}
+    if "itos" in meta:
         if config.tokenizer != "bytes":
-            raise SystemExit(f"--tokenizer {config.tokenizer}: --dataset has its own, in {meta}")
+            raise SystemExit(f"--tokenizer {config.tokenizer}: --dataset has its own, in {path}")
         tokenizer = Characters(meta)
         return tokenizer, tokenizer.n_vocab
     is_for_sample = is_tokenized(config.dataset) and not (config.init_from or config.export_hf)
@@ -174,14 +210,13 @@ def load_tokens(config, source, vocab_size):
         return np.zeros(0, np.uint16), np.zeros(0, np.uint16)
     path = pathlib.Path(config.dataset)
     try:
-        if source is None:  # uint16 and nothing else
-            train = np.memmap(path / "train.bin", "<u2", "r")
-            val = np.memmap(path / "val.bin", "<u2", "r")
+        if source is None:
+            train, val = map_tokens(path, "train"), map_tokens(path, "val")
         else:
             is_file = isinstance(source, pathlib.Path)
             tokens = np.load(source, mmap_mode="r") if is_file else source
             train, val = np.split(tokens, [int(0.9 * len(tokens))])
-    except ValueError as error:  # empty, or half a token
+    except ValueError as error:  # an empty text, or a damaged file of its tokens
         raise SystemExit(f"--dataset {path}: {error}") from error
     n_train = 0 if config.eval_only else config.global_batch_size * config.block_size + 1
     n_val = config.block_size + 1 if config.eval_steps else 0
@@ -191,11 +226,95 @@ def load_tokens(config, source, vocab_size):
                          "--block_size and --global_batch_size lower that; --eval_steps 0 needs "
                          "none to validate with")
     for tokens in (train, val):
-        largest = some_of(tokens).max(initial=0)  # the loss refuses any other such token
-        if largest >= vocab_size:
-            raise SystemExit(f"--dataset {path} has token {largest}, but the model knows "
-                             f"{vocab_size}: is --tokenizer another one?")
+        some = some_of(tokens)  # the loss refuses any other such token
+        for token in (some.min(initial=0), some.max(initial=0)):
+            if not 0 <= token < vocab_size:
+                raise SystemExit(f"--dataset {path} has token {token}, but the model knows "
+                                 f"{vocab_size}: is --tokenizer another one?")
     return train, val
+
+
+def map_tokens(folder, name):
+    """Map the numbers of train.bin or val.bin, (n,). Refuses what is not plain numbers. What
+    nothing is said of is uint16, and refused if it looks like something else."""
+    path, said = find_tokens(folder, name)
+    with open(path, "rb") as file:
+        first_bytes = file.read(8)
+    for header, words in HEADERS.items():
+        if first_bytes.startswith(header):
+            raise SystemExit(f"--dataset: {path} is {words}")
+    n_bytes = path.stat().st_size
+    if said is None and n_bytes >= 2 * 256:  # fewer numbers may be anything
+        groups = np.memmap(path, "<u2", "r", shape=(n_bytes // 8, 4))  # of the widest format's size
+        check_uint16(path, name, np.ravel(some_of(groups)))
+    dtype = np.dtype(said or "uint16").newbyteorder("<")
+    if n_bytes == 0 or n_bytes % dtype.itemsize > 0:
+        raise SystemExit(f"--dataset: {path} has {n_bytes:,} bytes, which are no tokens of "
+                         f"{dtype.name}: each has {dtype.itemsize}")
+    return np.memmap(path, dtype, "r")
+
+
+def find_tokens(folder, name):
+    """-> the path of train.bin or train.FORMAT.bin, and the format that the name or meta.pkl says;
+    None if neither does. name: train or val."""
+    formats = {f"{name}.bin": None}
+    for number_format in FORMATS:
+        formats[f"{name}.{number_format}.bin"] = number_format
+    found = [file for file in formats if (folder / file).exists()]
+    if len(found) != 1:
+        raise SystemExit(f"--dataset {folder} has {' and '.join(found) or f'no {name}.bin'}: it "
+                         f"needs one of {', '.join(formats)}")
+    path = folder / found[0]
+    by_name = formats[found[0]]
+    by_meta = read_meta(folder / "meta.pkl").get("dtype")
+    if by_name and by_meta and by_name != by_meta:
+        raise SystemExit(f"--dataset: {path} is {by_name} by its name, but meta.pkl says {by_meta}")
+    return path, by_name or by_meta
+
+
+def check_uint16(path, name, numbers):
+    """Refuse numbers that have been read as uint16, but look like another format."""
+    found = guess_format(numbers)
+    if found is None:
+        return
+    looks = found
+    if found == "uint8":
+        looks = "a text, which --dataset takes by itself, or tokens of 8 bits"
+    way = "convert it to uint16"
+    if found in FORMATS:
+        way += f', or rename it to {name}.{found}.bin, or write {{"dtype": "{found}"}} to meta.pkl'
+    raise SystemExit(f"--dataset: {path} looks like {looks}: {way}. If it is uint16 all the same, "
+                     f"rename it to {name}.uint16.bin")
+
+
+def guess_format(numbers):
+    """What numbers that have been read as uint16, (4 n,), look like; None: like uint16."""
+    if np.count_nonzero(numbers) < 32:  # where these are may be chance
+        return None
+    if is_text(numbers[:4096].tobytes()):
+        return "uint8"
+    for wide in WIDE_FORMATS:
+        values = numbers.view(wide)
+        with np.errstate(invalid="ignore"):  # as float32 they may be nan
+            are_tokens = np.all((values >= 0) & (values == np.floor(values)))
+        # One token has numbers that are not much smaller than itself. Two tokens, read as one
+        # number, are 65,536 times the second one.
+        if are_tokens and values.max() < 16 * int(numbers.max()):
+            return wide
+    # Of many tokens of 16 bits, about half have a lower byte above 127.
+    n_lower_bytes = len(np.unique(numbers & 255))
+    n_upper_bytes = len(np.unique(numbers >> 8))
+    are_small = numbers.view(np.uint8).max() < 128
+    return "uint8" if are_small and min(n_lower_bytes, n_upper_bytes) > 4 else None
+
+
+def is_text(first_bytes):
+    """Whether it is UTF-8, perhaps cut within a character, without what no text has."""
+    try:
+        text, _ = codecs.utf_8_decode(first_bytes)
+    except UnicodeDecodeError:
+        return False
+    return all(character >= " " or character.isspace() for character in text)
 
 
 def some_of(tokens):

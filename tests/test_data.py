@@ -1,5 +1,7 @@
 """train.py: data and rates."""
 
+import gzip
+import io
 import math
 import pathlib
 import pickle
@@ -18,7 +20,9 @@ from checkpoint import read_record
 from data import (Characters, encode_prompt, global_batch, micro_batches, PlainUnpickler,
                   ReadAhead, some_of)
 from tests.common import raises
+from tests.params import ROOT
 from tests.runs import ask, finish, lines_of, refused, write_line
+from tests.test_flags import bare
 
 
 def log_samples(folder):
@@ -204,7 +208,7 @@ def test_bad_characters_are_refused(tmp_path):
         path.write_bytes(bad)
         refused("meta.pkl is not as", tmp_path / "out", dataset=tmp_path / "good")
     path.write_bytes(content)
-    assert encode_prompt("", Characters(path)) == [0], "an empty prompt is a token"
+    assert encode_prompt("", Characters(data.read_meta(path))) == [0], "an empty prompt is a token"
 
 
 def test_no_pickle_runs_code(tmp_path):
@@ -213,3 +217,178 @@ def test_no_pickle_runs_code(tmp_path):
         (tmp_path / "pickle").write_bytes(pickle.dumps(value))
         with open(tmp_path / "pickle", "rb") as file:
             raises(pickle.UnpicklingError, "it has a ", PlainUnpickler(file).load)
+
+
+def write_tokens(folder, content, name="{}.bin", meta=None):
+    """The bytes of a folder's training and validation tokens, and meta.pkl, if there is one."""
+    folder.mkdir()
+    for part in ("train", "val"):
+        (folder / name.format(part)).write_bytes(content)
+    if meta is not None:
+        (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+def load(folder, tokenizer="gpt2", **options):
+    """What a run has of a folder: its tokens, and how many its tokenizer knows."""
+    config = train.Config(dataset=str(folder), tokenizer=tokenizer, block_size=16,
+                          global_batch_size=2, eval_steps=2, **options)
+    _, vocab_size = data.choose_tokenizer(config)
+    return (*data.load_tokens(config, None, vocab_size), vocab_size)
+
+
+def some_tokens(vocab_size, n=20_000):
+    """Small ones are more frequent, as in a text; and all others are there."""
+    rng = np.random.default_rng(0)
+    frequent = np.minimum(rng.zipf(1.2, n), vocab_size - 1)
+    return np.where(rng.random(n) < 0.8, frequent, rng.integers(vocab_size, size=n))
+
+
+def as_npy(tokens):
+    file = io.BytesIO()
+    np.save(file, tokens)
+    return file.getvalue()
+
+
+def as_torch(tokens):
+    file = io.BytesIO()
+    torch.save(torch.tensor(tokens), file)
+    return file.getvalue()
+
+
+TEXT = (ROOT / "data.py").read_bytes()
+GPT2 = some_tokens(50257)
+GPT2_BYTES = GPT2.astype("<u2").tobytes()
+FEW = some_tokens(65)
+FOREIGN = {  # bytes of a train.bin that is not of uint16 -> what its refusal says
+    "uint32": (GPT2.astype("<u4"), r"like uint32: convert .* train\.uint32\.bin, .*meta\.pkl"),
+    "uint32_of_few": (FEW.astype("<u4"), "like uint32: "),
+    "uint32_of_many": (some_tokens(200019).astype("<u4"), "like uint32: "),
+    "int64": (GPT2.astype("<i8"), r"like int64: .* train\.int64\.bin, .*train\.uint16\.bin"),
+    "int64_of_few": (FEW.astype("<i8"), "like int64: "),
+    "float32": (GPT2.astype("<f4"), "like float32: convert it to uint16. If"),
+    "float64": (GPT2.astype("<f8"), "like float64: convert it to uint16. If"),
+    "uint8": (FEW.astype("u1"), r"like a text, .* 8 bits: .*train\.uint8\.bin"),
+    "text": (TEXT, "like a text"),
+    "odd_text": (TEXT[:5001], "like a text"),
+    "French": ("Été à l'œuvre. ".encode() * 99, "like a text"),
+    "npy": (as_npy(GPT2.astype("<u2")), r"an \.npy: np\.load it"),
+    "torch": (as_torch(GPT2), r"a zip, as of .*torch\.save"),
+    "gzip": (gzip.compress(GPT2_BYTES), "gunzip"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + GPT2_BYTES, "unzstd"),
+    "parquet": (b"PAR1" + GPT2_BYTES, "Parquet"),
+    "hdf5": (b"\x89HDF\r\n\x1a\n" + GPT2_BYTES, "HDF5"),
+    "llm_c": (np.int32([20240520, *[1] * 255]).tobytes() + GPT2_BYTES, r"llm\.c's: .*\+1025"),
+    "llm_c_of_uint32": (np.int32([20240801, *[7] * 255]).tobytes(), r"llm\.c's of uint32: "),
+    "half": (GPT2_BYTES[:-1], r"39,999 bytes, which are no tokens of uint16: each has 2"),
+    "empty": (b"", "0 bytes, which are no tokens of uint16")}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_other_formats_are_refused(name, tmp_path):
+    """A train.bin that is not of uint16 is refused by name, with what to do, and so is a val.bin
+    beside a good train.bin."""
+    content, fact = FOREIGN[name]
+    folder = write_tokens(tmp_path / "data", bytes(content))
+    raises(SystemExit, rf"/train\.bin .*{fact}", load, folder)
+    (folder / "train.bin").write_bytes(GPT2_BYTES)
+    raises(SystemExit, rf"/val\.bin .*{fact.replace('train', 'val')}", load, folder)
+
+
+RNG = np.random.default_rng(1)
+USUAL = {  # tokens that a guess could take for something else
+    "gpt2": GPT2, "random": RNG.integers(50257, size=9999),
+    "few_random": RNG.integers(50257, size=256),
+    "zeros": np.zeros(9999), "one": np.eye(1, 9999)[0], "characters": FEW,
+    "bytes": some_tokens(257), "two": RNG.integers(2, size=9999),
+    "two_far": RNG.choice([0, 300], 9999), "two_small": RNG.choice([257, 300], 9999),
+    "sixteen": RNG.integers(16, size=256), "constant": np.full(9999, 1000),
+    "counted": np.arange(3000), "sparse": np.where(RNG.random(9999) < 0.02, GPT2[:9999], 0),
+    "short": np.tile([5, 0], 100)}
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_tokens_of_16_bits_are_read(name, tmp_path):
+    """As they are, whatever they are."""
+    content = USUAL[name].astype("<u2").tobytes()
+    tokens, val_tokens, _ = load(write_tokens(tmp_path / "data", content))
+    assert tokens.tobytes() == val_tokens.tobytes() == content and tokens.dtype == np.uint16
+
+
+@pytest.mark.parametrize("number_format", ["uint8", "uint16", "uint32", "uint64", "int16", "int32",
+                                           "int64"])
+@pytest.mark.parametrize("by_name, by_meta", [(True, False), (False, True), (True, True)])
+def test_formats_are_believed(number_format, by_name, by_meta, tmp_path):
+    """What the names of files say, or meta.pkl, or both: the tokens are there, as many."""
+    name = f"{{}}.{number_format}.bin" if by_name else "{}.bin"
+    meta = dict(dtype=number_format) if by_meta else None
+    content = FEW.astype(f"<{np.dtype(number_format).str[1:]}").tobytes()
+    folder = write_tokens(tmp_path / "data", content, name, meta)
+    tokens, val_tokens, vocab_size = load(folder)
+    assert np.array_equal(tokens, FEW) and np.array_equal(val_tokens, FEW)
+    assert tokens.dtype == number_format and vocab_size == 50257
+
+
+def test_nothing_is_guessed_of_what_is_said(tmp_path):
+    """So a file that looks like another format can be read. Characters may say theirs, too."""
+    folder = write_tokens(tmp_path / "data", GPT2.astype("<u4").tobytes(), "{}.uint16.bin")
+    tokens, _, _ = load(folder)
+    assert tokens[::2].tolist() == GPT2.tolist()
+    characters = write_characters(tmp_path / "chars")
+    meta = data.read_meta(tmp_path / "chars/meta.pkl") | dict(dtype="uint8")
+    content = np.fromfile(tmp_path / "chars/train.bin", "<u2").astype("u1").tobytes()
+    folder = write_tokens(tmp_path / "small", content, meta=meta)
+    tokens, _, vocab_size = load(folder, "bytes")
+    assert tokens.tobytes() == content and vocab_size == len(characters)
+
+
+ITOS = dict(enumerate("abc"))
+STOI = {character: i for i, character in ITOS.items()}
+CONTRARY = {  # name of the files, meta.pkl, what the refusal says
+    "name_and_meta": ("{}.uint32.bin", dict(dtype="uint16"),
+                      r"train\.uint32\.bin is uint32 by its name, but meta\.pkl says uint16"),
+    "name_of_none": ("{}.float32.bin", None, r"has no train\.bin: .* train\.int64\.bin"),
+    "meta_of_none": ("{}.bin", dict(dtype="float32"), r"meta\.pkl has dtype 'float32', .*uint8"),
+    "meta_of_a_list": ("{}.bin", dict(dtype=["uint32"]), r"meta\.pkl has dtype \['uint32'\]"),
+    "meta_of_nothing": ("{}.bin", {}, r"meta\.pkl is not as nanoGPT writes it: .*vocab_size"),
+    "vocabulary": ("{}.bin", dict(vocab_size="3", itos=ITOS, stoi=STOI), "vocab_size is '3'"),
+    "half_a_vocabulary": ("{}.bin", dict(vocab_size=2.5, itos=ITOS, stoi=STOI),
+                          "vocab_size is 2.5"),
+    "no_vocabulary": ("{}.bin", dict(vocab_size=0, itos=ITOS, stoi=STOI), "vocab_size is 0")}
+
+
+@pytest.mark.parametrize("name", CONTRARY)
+def test_what_is_said_has_to_make_sense(name, tmp_path):
+    file, meta, fact = CONTRARY[name]
+    folder = write_tokens(tmp_path / "data", FEW.astype("<u4").tobytes(), file, meta)
+    raises(SystemExit, fact, load, folder, "bytes")
+
+
+def test_there_is_one_file_of_each(tmp_path):
+    folder = write_tokens(tmp_path / "data", GPT2_BYTES)
+    (folder / "val.uint32.bin").write_bytes(GPT2_BYTES)
+    raises(SystemExit, r"has val\.bin and val\.uint32\.bin: it needs one of", load, folder)
+
+
+@pytest.mark.parametrize("number_format", ["int16", "int32", "int64"])
+def test_negative_tokens_are_refused(number_format, tmp_path):
+    content = np.append(FEW, -1).astype(number_format).tobytes()
+    folder = write_tokens(tmp_path / "data", content, f"{{}}.{number_format}.bin")
+    raises(SystemExit, "has token -1, but the model knows 50257", load, folder)
+
+
+def test_tokens_of_32_bits_are_trained_on(tmp_path):
+    """Those of a tokenizer that cannot be had, whose vocabulary has more than 16 bits. The run goes
+    on where it was stopped, and is evaluated. Before anything is said it is refused."""
+    content = some_tokens(200019).astype("<u4").tobytes()
+    options = dict(tokenizer="o200k_base", n_layer=1, n_embd=8, save_interval=2, plant=bare)
+    silent = write_tokens(tmp_path / "silent", content)
+    refused(r"silent/train\.bin looks like uint32", tmp_path / "out", dataset=silent, **options)
+    folder = write_tokens(tmp_path / "data", content, "{}.uint32.bin")
+    expected = finish(tmp_path / "whole", dataset=folder, **options)
+    out = tmp_path / "out"
+    finish(out, dataset=folder, **{**options, "max_steps": 2})
+    found = finish(out, 2, dataset=folder, mode="zero2", resume="auto", **options)
+    assert "(1 before)" in found["stdout"] and found["param_sha256"] == expected["param_sha256"]
+    asked = finish(None, argv=[f"--resume={out}/step_00000004", "--eval_only"], plant=bare)
+    assert asked["val_loss"] == expected["val_loss"]
