@@ -28,6 +28,8 @@ LLAMA_ROWS = {"attn_norm": ("input_layernorm",), "mlp_norm": ("post_attention_la
               "attn.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
               "attn.proj": ("self_attn.o_proj",), "mlp.down": ("mlp.down_proj",),
               "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj")}
+# Safetensors' names of formats whose numbers are the weights. Quantised ones have scales beside.
+PLAIN_FORMATS = ("F64", "F32", "F16", "BF16")
 
 
 def llama_views(config, tensors):
@@ -95,7 +97,7 @@ def read_sizes(config):
 @torch.no_grad()
 def read_llama_weights(model, folder):
     """Copy a folder's weights into all parameters of model that are not on meta; of the others only
-    names and shapes are read. Refuses where one is missing or misshapen."""
+    names and shapes are read. Refuses where one is missing, misshapen or quantised."""
     from safetensors import SafetensorError, safe_open
 
     files = {}  # Llama's name -> the open file that has it; tensors are read one by one
@@ -106,7 +108,14 @@ def read_llama_weights(model, folder):
             raise SystemExit(f"{path} is damaged: {error}") from error
         files |= dict.fromkeys(file.keys(), file)
     for name, rows in llama_views(model.config, dict(model.named_parameters())).items():
-        shape = files[name].get_slice(name).get_shape() if name in files else "missing"
+        if name not in files:
+            raise SystemExit(f"{folder}: {name} is missing in *.safetensors")
+        stored = files[name].get_slice(name)
+        number_format = stored.get_dtype()
+        if number_format not in PLAIN_FORMATS:
+            raise SystemExit(f"{folder}: {name} is {number_format} in *.safetensors, which may be "
+                             f"quantised: save the weights as one of {', '.join(PLAIN_FORMATS)}")
+        shape = stored.get_shape()
         if shape != list(rows.shape):
             raise SystemExit(f"{folder}: {name} is {shape} in *.safetensors, not {[*rows.shape]}")
         if not rows.is_meta:

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 import sys
 from functools import partial
 from unittest import mock
@@ -369,6 +370,26 @@ def test_another_vocabulary_is_said(tmp_path):
     hf.rename(tmp_path / "gone")
     found = finish(out, max_steps=2, resume="auto", **options)["stdout"]
     assert "other ones" not in found and "resumed" in found, found
+
+
+@pytest.mark.parametrize("dtype, name", [("int8", "I8"), ("uint8", "U8"), ("float8_e4m3fn", "F8")])
+def test_quantised_weights_are_refused(dtype, name, tmp_path):
+    """By the name of the first one: without their scales the numbers are not the weights. Those of
+    16 bits are read."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="pip install safetensors")
+    hf = tmp_path / "hf"
+    finish(tmp_path / "out", export_hf=hf, max_steps=1)
+    weights = safetensors.load_file(hf / "model.safetensors")
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
+    for key, weight in weights.items():
+        weights[key] = weight.to(torch.float16)
+    safetensors.save_file(weights, hf / "model.safetensors")
+    finish(tmp_path / "next", init_from=hf, max_steps=1, **sizes)
+    changed = "model.layers.1.mlp.down_proj.weight"
+    weights[changed] = weights[changed].to(getattr(torch, dtype))
+    safetensors.save_file(weights, hf / "model.safetensors")
+    refused(rf"hf: {re.escape(changed)} is {name}.* in \*\.safetensors, which may be quantised",
+            tmp_path / "a", init_from=hf, **sizes)
 
 
 @pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero3")])
