@@ -787,7 +787,8 @@ class UnevenRanks:
 
     def _learn_order(self, came):
         """All ranks launch buckets in rank 0's order."""
-        super()._learn_order(self._of_rank_0(self._trained, came))
+        self._came_on_rank_0 = self._of_rank_0(self._trained, came)
+        super()._learn_order(self._came_on_rank_0)
 
     def _of_rank_0(self, things, some):
         """some of things, as on rank 0: the ranks may have used others, in another order, and have

@@ -1107,12 +1107,21 @@ class UnevenOrder(UnevenForwards):
     all ranks.
 
         _note_contexts  of the forwards under way: in them autograd's saves become notes
-        _off_the_way    {a unit that is not on the way back}
+        _off_the_way    {a unit that is not on the way back}; the root, too, is not on it
+        _n_before       {bucket of a unit that is not on the way back: how many units of that have
+                        to be started before it}; all, where it is not there
     """
 
     def __init__(self, *arguments, **options):
         self._note_contexts, self._off_the_way = [], set()
+        self._n_before = {}
         super().__init__(*arguments, **options)
+
+    def _track(self, buckets, frozen):
+        """At first the root's come last: they have to wait for all of the way."""
+        of_root = [bucket for bucket in buckets if bucket.unit is self._root]
+        others = [bucket for bucket in buckets if bucket.unit is not self._root]
+        super()._track(others + of_root, frozen)
 
     # ---- a rank goes all of the way, as the others do
 
@@ -1158,6 +1167,17 @@ class UnevenOrder(UnevenForwards):
         stays = in_order_of_use(stays, self._asked_for)
         self._way_back = self._of_rank_0(self._units, stays)
         self._off_the_way = set(self._units[1:]) - set(self._way_back)
+        self._n_before = {}
+        last = {slot.bucket: place for place, slot in enumerate(self._came_on_rank_0)}
+        for bucket, place in last.items():
+            # Units in use, or to come, when rank 0's was full. (Before the first of them on the way
+            # there may be units that rank 0 has skipped, and other ranks use before it is full.)
+            units = {slot.bucket.unit for slot in self._came_on_rank_0[place + 1:]}
+            places = [i for i, unit in enumerate(self._way_back) if unit in units]
+            # If rank 0 has not used all of it, nobody knows when it is full elsewhere.
+            if places and set(bucket.slots) <= set(self._came_on_rank_0):
+                # Whoever uses that one has started the next one, too.
+                self._n_before[bucket] = min(places[0] + 2, len(self._way_back))
 
     def _start_next(self):
         """In a backward, launch the buckets that only waited for this."""
@@ -1171,7 +1191,14 @@ class UnevenOrder(UnevenForwards):
 
         Native collectives must come in one order on all ranks. A rank of which autograd asks a
         weight of the unit starts the next one before it has the gradients. A rank that skips the
-        unit has no gradients to wait for, and would reduce first."""
+        unit has no gradients to wait for, and would reduce first.
+
+        So would it with the root's, and those of a unit off the way: another rank has them later,
+        and until then may need units that this one would start when it has waited for them."""
+        if bucket.unit is self._root or bucket.unit in self._off_the_way:
+            n_units = len(self._way_back)
+            if n_units - len(self._to_start) < self._n_before.get(bucket, n_units):
+                return False
         if bucket.unit in self._to_start:
             return False
         if bucket.unit is self._started_last and self._to_start:

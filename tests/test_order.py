@@ -1,5 +1,6 @@
 """The order of use, which a wrapper learns from its first step."""
 
+import contextlib
 import copy
 import pickle
 from functools import partial
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp import DDP, in_order_of_use, PlainDDP
 from tests import orders
-from tests.common import planted, raises
+from tests.common import native, planted, raises
 from tests.test_plain import PLAIN, Shared, step_of
 from verify import every_collective, live_bytes, STAGES
 from zero import PlainZero3, Zero3
@@ -528,6 +529,110 @@ def test_recomputed_blocks_are_on_the_way():
     for _ in range(3):
         gathered = gathers_in_backward(model, IDX)
     assert gathered == [f"blocks.{i}" for i in LATE[::-1][2:]], gathered
+
+
+class Pictures(nn.Module):
+    """Some batches have pictures, for which there is a tower of units. What is used before it
+    belongs to the root, or is a unit of whose weights autograd saves none; or, with place "middle",
+    that are all blocks, and a parameter of the root. With "used by some" there is only such a
+    parameter for pictures."""
+
+    def __init__(self, place):
+        super().__init__()
+        torch.manual_seed(0)
+        self.place = place
+        if place == "middle":
+            self.embeds = nn.ModuleList([nn.Embedding(11, 4)])
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.scale = nn.Parameter(torch.ones(4))
+        if place == "used by some":
+            self.token = nn.Parameter(torch.ones(4))
+            self.embeds = nn.ModuleList([nn.Embedding(11, 4)])
+        if place == "first":
+            self.embed = nn.Embedding(11, 4)
+        if place == "a unit":
+            self.embeds = nn.ModuleList([nn.Embedding(11, 4)])
+        self.tower = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        if place != "middle":
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+        if place == "last":
+            self.embed = nn.Embedding(11, 4)
+
+    def forward(self, idx, has_pictures):
+        embed = self.embeds[0] if hasattr(self, "embeds") else self.embed
+        x = embed(idx)
+        if self.place == "used by some" and has_pictures:
+            x = x * self.token
+        if self.place == "middle":
+            for block in self.blocks:
+                x = x + block(x).tanh()
+            x = x * self.scale
+        if has_pictures and self.place != "used by some":
+            picture = x if self.place == "middle" else torch.ones(len(idx), 4)
+            for block in self.tower:
+                picture = block(picture).tanh()
+            x = x + picture
+        if self.place != "middle":
+            for block in self.blocks:
+                x = x + block(x).tanh()
+        return self.head(x).square().mean()
+
+
+# By step and rank, whether the batch has pictures.
+WITH_PICTURES = {"rank 0 has none": [[0, 1, 1]] * 3, "rank 1 has none": [[1, 0, 1]] * 3,
+                 "nobody has any at first": [[0, 0, 0], [1, 0, 1], [0, 1, 1]],
+                 "all have some at first": [[1, 1, 1], [0, 1, 1], [1, 0, 1]],
+                 "in turns": [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]]}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("collectives", ["own", "native"])
+@pytest.mark.parametrize("wrapper", ["zero2", "zero3"])
+@pytest.mark.parametrize("place", ["first", "last", "a unit", "middle", "used by some"])
+@pytest.mark.parametrize("case", WITH_PICTURES)
+def test_ranks_skip_a_tower(case, place, wrapper, collectives):
+    """A rank that skips units must not wait for gradients of the root that another rank has only
+    after it has used them."""
+    with native() if collectives == "native" else contextlib.nullcontext():
+        module = Pictures(place)
+        plain = copy.deepcopy(module)
+        model = OURS[wrapper](module)
+        W, rank = dist.get_world_size(), dist.get_rank()
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain, model)]
+        for of_ranks in WITH_PICTURES[case]:
+            for other in range(W):
+                (plain(IDX, of_ranks[other]) / W).backward()
+            for _ in range(2):
+                with torch.no_grad():
+                    model(IDX, of_ranks[rank])
+            model(IDX, of_ranks[rank]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = dict(model.full_parameters())
+        for name, p in plain.named_parameters():
+            assert torch.allclose(found[name], p, atol=1e-6), f"{name} in the end"
+
+
+@pytest.mark.ranks(2)
+def test_the_first_backward_does_not_wait_for_the_root():
+    """Its buckets come last there, so that they hold no other back."""
+    model = Zero3(Pictures("last"))
+    assert [bucket.unit is model._root for bucket in model._buckets] == [False] * 5 + [True]
+
+
+@pytest.mark.ranks(2)
+def test_a_head_does_not_wait_for_all_units():
+    """Where it has a bucket of its own, that is full when a backward begins."""
+    with mock.patch("zero.bucket_bytes", lambda W: 32):
+        model = Zero3(Pictures("first"))
+    for _ in range(2):
+        model(IDX, True).backward()
+        model.zero_grad()
+    n_before = [model._n_before.get(bucket) for bucket in model._buckets
+                if bucket.unit is model._root]
+    assert n_before[0] == 2 and n_before[-1] is None, n_before
 
 
 # ---- there is nothing to gather for a unit without parameters
