@@ -114,11 +114,11 @@ def sharded_state(model: nn.Module,
                 state_of[p] = state_in(optimizer, group, p)
     found = {}
     for name, p, first, whole in pieces:
-        own = local(p)
+        own = local(p).detach().as_subclass(torch.Tensor)  # guards.py warns who asks a shard
         n = own.numel()
         if n == 0:
             continue  # another rank has it, and its state: here Adam's count of steps stays 0
-        for kind, t in {"model": p, **state_of.get(p, {})}.items():
+        for kind, t in {"model": own, **state_of.get(p, {})}.items():
             if not isinstance(t, torch.Tensor):
                 raise ValueError(f"{kind} of {name} is {t!r}: a checkpoint takes tensors alone")
             t = local(t)
@@ -139,18 +139,21 @@ def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
     """Yield (name, what this rank has of the parameter, the first element of it, how many elements
     the whole has), of all parameters of a model."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    # {name: Slot} of our wrappers, see ddp.py. Where nothing is cut a slot's layout is None.
-    slots = {slot.fqn: slot for slot in getattr(model, "_slots", {}).values()}
+    # {parameter: Slot} of our wrappers, see ddp.py. Where nothing is cut a slot's layout is None.
+    slots = getattr(model, "_slots", {})
     is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
     is_wrapped = is_torchs or len(slots) > 0 or hasattr(model, "full_parameters")
     bare = dict((model.module if is_wrapped else model).named_parameters())
     shards = dict(model.named_parameters())
     prefix = "" if shards.keys() == bare.keys() else "module."  # of DDP, torch's and ours
     for bare_name, whole in bare.items():
+        if prefix + bare_name not in shards:
+            raise ValueError(f"the wrapper does not know the parameter {bare_name} of its module: "
+                             f"it was added or replaced after wrapping")
         p = shards[prefix + bare_name]
         first, strides = 0, whole.stride()
-        if bare_name in slots:
-            slot = slots[bare_name]
+        if whole in slots:
+            slot = slots[whole]
             strides = slot.strides
             if slot.layout is not None:
                 first, _ = slot.bucket.shard_range(slot)

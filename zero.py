@@ -1506,16 +1506,22 @@ class StateDicts:
         """{original name: where this rank's shard begins in the parameter, in elements in order of
         memory}: beside `named_parameters()` all that it takes to load at another world size."""
         starts = {}
-        for slot in self._slots.values():
-            starts[slot.fqn], _ = slot.bucket.shard_range(slot)
+        for name, slot in self._named_slots():
+            starts[name], _ = slot.bucket.shard_range(slot)
         return starts
+
+    def _named_slots(self):
+        """[(original name, slot)] of what the module has now: a script may have renamed some. A
+        tied one once."""
+        names = first_names(self._named("parameters"))
+        return [(name, self._slots[p]) for p, name in names.items()]
 
     @torch.no_grad()
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (original name, whole parameter in the shards' dtype), a tied one once. It holds
         the whole parameters of one unit. A collective: every rank has to go through all of it."""
         wholes = {}  # {bucket: its whole parameters}, of one unit
-        for slot in self._slots.values():
+        for name, slot in self._named_slots():
             bucket = slot.bucket
             if bucket not in wholes:
                 wholes = {b: whole for b, whole in wholes.items() if b.unit is bucket.unit}
@@ -1526,7 +1532,7 @@ class StateDicts:
                 with self._waiting("gather whole parameters, which all ranks have to do"):
                     gather.wait()
                 wholes[bucket] = whole
-            yield slot.fqn, bucket.view(slot, wholes[bucket]).clone()
+            yield name, bucket.view(slot, wholes[bucket]).clone()
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, torch.Tensor]:
@@ -1535,10 +1541,11 @@ class StateDicts:
         Costs the memory of the whole model on every rank; `full_parameters` does not.
         """
         whole = dict(self.full_parameters())
+        # A tied one has several names in the state, and one there.
+        name_of = {slot: name for name, slot in self._named_slots()}
         found = {}
         for name, value, slot in self._module_state():
-            # By fqn, as a tied one has several names.
-            found[name] = copy_of(value) if slot is None else whole[slot.fqn]
+            found[name] = copy_of(value) if slot is None else whole[name_of[slot]]
         return found
 
     def _module_state(self):
