@@ -65,7 +65,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from guards import Guards
+from guards import Guards, refuse_held
 
 Group = dist.ProcessGroup | None  # None: all ranks
 
@@ -286,10 +286,18 @@ class Wrapper(torch.nn.Module):
     def _prepare_forward(self):  # a joint
         """What comes before a forward."""
 
-    def _named(self, kind):
+    def _buffers_at_first(self):  # a joint
+        """Those that start with rank 0's values."""
+        return [t for _, t in self._named("buffers")]
+
+    def _named(self, kind, modules=None):
         """`named_tensors` of the module, but not those that torch's DDP is told to ignore."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-        return [(name, t) for name, t in named_tensors(self.module, kind) if name not in ignored]
+        found = named_tensors(self.module, kind, modules)
+        return [(name, t) for name, t in found if name not in ignored]
+
+    def _named_modules(self):
+        return named_modules(self.module)
 
     def _add_hook(self, register, hook, **options):
         """register a hook, by a function of torch's, and remove it with this wrapper."""
@@ -313,8 +321,9 @@ class Wrapper(torch.nn.Module):
                 yield
         except RuntimeError as error:
             raise RuntimeError(f"rank {dist.get_rank()} could not {text_of(*what)} (has another "
-                               f"rank died, left out a forward, a backward or saving, or called "
-                               f"wrappers or units in another order?): {error}") from error
+                               f"rank died, ended after fewer steps, left out a forward, a "
+                               f"backward or saving, or called wrappers or units in another "
+                               f"order?): {error}") from error
         finally:
             if not math.isnan(self.exposed_s):  # to set an attribute of a Module takes 5 us
                 self.exposed_s += time.perf_counter() - start_s
@@ -617,10 +626,6 @@ class PlainDDP(Reducer):
         multiple = self.world_size * ALIGN_CHUNK_BYTES // first.itemsize
         bucket.gradients = first.new_zeros(round_up(bucket.n, multiple))
 
-    def _buffers_at_first(self):  # a joint
-        """Those that start with rank 0's values."""
-        return [t for _, t in self._named("buffers")]
-
     # ---- for checkpoints: as the stages' `StateDicts`
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -682,11 +687,14 @@ class UnevenRanks:
         _accumulate_grad  {slot: the node of the graph that adds to `.grad`}: autograd can tell
                           whether a backward will reach it. It would make another one for each
                           backward if nobody kept it
-        _unread_counts    (a `Count`, own history, own checksum), or None
+        _unread_counts    (a `Count`, own history), or None
+        _came_on_rank_0   slots in the order in which the first averaged backward has brought their
+                          gradients there
     """
 
     find_unused_parameters = True
     forward_sync_buffers = True  # whether forwards begin with rank 0's buffers
+    _sends_buffers_at_first = True  # whether training does
     _buffers_are_due = True  # whether the next one does
     _unread_counts = None
     _compared = ()  # options, as texts
@@ -696,8 +704,12 @@ class UnevenRanks:
     def _agree_on_module(self):
         """Raise on every rank, naming the first difference, where ranks wrap different modules.
         Get the first of 2**11 tags, by which messages differ from those of other wrappers."""
-        lines = [self._get_name(), *self._compared]
-        for name, t in self._named("parameters") + self._named("buffers"):
+        lines = [self._get_name(), *self._compared, f"{self.find_unused_parameters=}",
+                 f"{self.forward_sync_buffers=}"]
+        sent = self._named("parameters")
+        if self._sends_buffers_at_first:
+            sent += self._named("buffers")
+        for name, t in sent:
             lines.append((name, t.shape, t.stride(), t.dtype, t.requires_grad))
         # From an id, as no two living objects have the same: wrappers hardly ever share tags. From
         # 2**30 on, as a small number is pickled to fewer bytes, and what is sent should not vary.
@@ -717,23 +729,31 @@ class UnevenRanks:
                              f"has {of_rank}")
         super()._agree_on_module()
 
+    def _buffers_at_first(self):
+        buffers = super()._buffers_at_first()
+        return buffers if self._sends_buffers_at_first else []
+
     @torch.compiler.disable  # a compiled model would keep the answers of the first call
     def _prepare_forward(self):
         """Raise what the last backward has found: `_check_counts`. Copy rank 0's buffers to all
         ranks; as in torch, not if the forward before ran under no_grad() or in no_sync()."""
         self._check_counts()
         if self._buffers_are_due and self.forward_sync_buffers and not in_backward():
-            buffers = [t for _, t in self._named("buffers")]
             with self._waiting("get rank 0's buffers"):
-                broadcast(buffers, self.process_group)
+                broadcast([t for _, t in self._buffers_to_send()], self.process_group)
         self._buffers_are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
         super()._prepare_forward()
+
+    def _buffers_to_send(self):  # a joint
+        return self._named("buffers")
 
     # ---- a backward that reaches only some parameters
 
     def _track(self, buckets, frozen=()):
         super()._track(buckets, frozen)
         self._is_on_cpu = all(slot.parameter.is_cpu for slot in self._trained)
+        # torch's fake group, by which one process tries out many ranks, sums nothing.
+        self._is_fake = dist.get_backend(self.process_group) == "fake"
         self._accumulate_grad = {}
         for slot in self._trained:
             # Of p itself: a class of its own would be asked for a view of p, and get another node.
@@ -835,24 +855,31 @@ class UnevenRanks:
         and of one more: see `_history`. If this rank has used all, it does not wait, and returns W
         for all: the caller asks only which numbers are above 0."""
         is_used = [slot in slot.bucket.unreduced for slot in self._trained]
-        history = self._history()
-        checksum = zlib.crc32(history.encode()) % (2**31 // self.world_size)  # int32 has the sum
-        device = self._trained[0].parameter.device
-        count = Count([*is_used, checksum], device, self.process_group)
-        if self.shard_group is None or not self._is_on_cpu:
-            self._unread_counts = count, history, checksum
+        count = self._start_count(is_used)
         if all(is_used):
             return [self.world_size] * len(is_used)
         with self._waiting("agree on use"):
             *counts, _ = count.wait()
         return counts
 
+    def _start_count(self, flags):
+        """Of flags, a list of bools, and of a checksum of the history; `_check_counts` reads it."""
+        history = self._history()
+        device = self._trained[0].parameter.device
+        count = Count([*flags, self._checksum(history)], device, self.process_group)
+        if not self._is_fake:
+            self._unread_counts = count, history
+        return count
+
     def _history(self):
-        """What backwards that are averaged with each other have in common, as a text. If one rank
-        calls two wrappers in another order, the first backward of the one meets that of the other.
-        So a checksum of this is compared over ranks. (Stages on a CPU need not, and need not wait
-        for it: their messages have tags, so such ranks time out.)"""
-        return f"wrapper {self._first_tag}"
+        """What ranks have in common that average a backward, as {what: a text}. If one rank calls
+        two wrappers in another order, the first backward of the one meets that of the other. So a
+        checksum of all texts is compared over ranks."""
+        return {"backwards": f"wrapper {self._first_tag}"}
+
+    def _checksum(self, history):
+        """int32 has the sum of all ranks'."""
+        return zlib.crc32(repr(history).encode()) % (2**31 // self.world_size)
 
     def _check_counts(self):
         """Raise RuntimeError on all ranks if they had different histories in the last backward; or,
@@ -860,18 +887,14 @@ class UnevenRanks:
         those that are not frozen."""
         if self._unread_counts is None:
             return
-        (count, history, checksum), self._unread_counts = self._unread_counts, None
+        (count, history), self._unread_counts = self._unread_counts, None
         with self._waiting("agree on use"):
             *counts, total = count.wait()
-        if total != self.world_size * checksum:
+        if total != self.world_size * self._checksum(history):
             histories = [None] * self.world_size
-            dist.all_gather_object(histories, history, group=self.process_group)
-            # On an accelerator all may come here by the same wrapper, whatever its backward met.
-            differ = len(set(histories)) > 1
-            which = f"by rank: {histories}" if differ else "of two wrappers"
-            self._refuse(f"ranks have averaged backwards that do not belong together, {which}. If "
-                         f"one rank leaves a backward out, as where its loss is nan, all have to. "
-                         f"Call wrappers in one order. Evaluate under no_grad()")
+            with self._waiting("compare what ranks have done"):
+                dist.all_gather_object(histories, history, group=self.process_group)
+            self._compare_histories(histories)
         if self.find_unused_parameters:
             return
         unused = []
@@ -882,6 +905,16 @@ class UnevenRanks:
             self._refuse(f"no gradient in the last backward, on some rank, for {unused}: freeze "
                          f"them, or pass find_unused_parameters=True here, or use_reentrant=False "
                          f"to checkpoint()")
+
+    def _compare_histories(self, histories):
+        """histories: by rank; their checksums differ. (On an accelerator all may come here by the
+        same wrapper, whatever its backward has met.)"""
+        backwards = [history["backwards"] for history in histories]
+        differ = len(set(backwards)) > 1
+        which = f"by rank: {backwards}" if differ else "of two wrappers"
+        self._refuse(f"ranks have averaged backwards that do not belong together, {which}. If "
+                     f"one rank leaves a backward out, as where its loss is nan, all have to. "
+                     f"Call wrappers in one order. Evaluate under no_grad()")
 
     # ---- a backward that raises
 
@@ -940,10 +973,8 @@ class TorchOptions:
             self._sends_buffers_at_first = True
         self.comm_state, self._comm_hook = None, None
         self._has_averaged = False  # whether the last backward did
+        self._may_step = False  # the last no_sync() has said so
         super().__init__(module, process_group, bucket_cap_mb, init_sync)
-
-    def _buffers_at_first(self):
-        return super()._buffers_at_first() if self._sends_buffers_at_first else []
 
     def __reduce__(self):
         """For deepcopy, pickle and AveragedModel: how to make a copy, and what it has then. It has
@@ -974,6 +1005,8 @@ class TorchOptions:
                 held.append(slot)
                 slot.bucket.unreduced.add(slot)
         super()._prepare_for_backward(task)  # which may refuse, and then gradients stay as they are
+        if self._may_step and self.require_backward_grad_sync:
+            self._may_step = False
         if self._has_averaged:
             for slot in held:
                 slot.parameter.grad.div_(growth)
@@ -982,6 +1015,12 @@ class TorchOptions:
     def _give_means(self, slots):
         super()._give_means(slots)
         self._has_averaged = True
+
+    def no_sync(self, may_step: bool = False) -> contextlib.AbstractContextManager[None]:
+        """As the plain class. may_step: an optimizer may step with what backwards in here leave,
+        though it is this rank's own: in local SGD, or where the script itself averages it."""
+        self._may_step = may_step
+        return super().no_sync()
 
     # ---- comm hooks; extras/comm_hooks.py has some
 
@@ -1028,19 +1067,25 @@ def named_modules(module, name=""):
     and `named_tensors` read what torch keeps modules and tensors in: a module may override torch's
     `named_parameters()` and the like, and leave some out."""
     found = [(name, module)]
-    for child_name, child in module._modules.items():
-        if child is not None:
-            found += named_modules(child, f"{name}.{child_name}" if name else child_name)
+    if module._modules:
+        for child_name, child in module._modules.items():
+            if child is not None:
+                found += named_modules(child, f"{name}.{child_name}" if name else child_name)
     return found
 
 
-def named_tensors(module, kind):
+def named_tensors(module, kind, modules=None):
     """[(name, tensor)] of all "parameters" or "buffers" of module, a tied one by each name; of its
-    "modules" [(name, module)]."""
+    "modules" [(name, module)]. modules: its `named_modules`, if they are known."""
     found = []
-    for prefix, m in named_modules(module):
-        kept = {"parameters": m._parameters, "buffers": m._buffers, "modules": m._modules}
-        for name, t in kept[kind].items():
+    for prefix, m in modules or named_modules(module):
+        if kind == "parameters":
+            kept = m._parameters
+        else:
+            kept = m._buffers if kind == "buffers" else m._modules
+        if not kept:  # as in most; each forward comes here
+            continue
+        for name, t in kept.items():
             is_sent_as_parameter = kind == "buffers" and isinstance(t, torch.nn.Parameter)
             if t is not None and not is_sent_as_parameter:
                 found.append((f"{prefix}.{name}" if prefix else name, t))
@@ -1156,6 +1201,8 @@ def total_norm(tensors: list[torch.Tensor], process_group: Group = None) -> torc
     device that the group serves; None where each rank holds them whole. In float64, so that the
     division into shards does not show once rounded to fp32.
     """
+    tensors = list(tensors)
+    refuse_held(tensors)
     with torch._C.DisableTorchFunctionSubclass():  # or ZeRO's shards would refuse
         tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
         norms = torch._foreach_norm(tensors, 2, torch.float64) if tensors else [torch.zeros(())]
@@ -1177,6 +1224,7 @@ def clip_gradients_(gradients: list[torch.Tensor], max_norm: float, process_grou
     in float64 and rounded to fp32: so sums over any number of ranks and micro-steps are rounded
     once. Where nothing is to be divided or clipped, gradients are not touched.
     """
+    gradients = list(gradients)  # of a generator, which can be read once
     norm = total_norm(gradients, process_group) / divide_by
     if gradients and (max_norm < math.inf or divide_by != 1):
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -1409,7 +1457,8 @@ class DDP(Guards, TorchOptions, UnevenRanks, RebuiltBuckets, PlainDDP):
     rank raises RuntimeError, naming them. If so, one that some rank used counts as zero elsewhere,
     and one that no rank used keeps `grad is None`.
     forward_sync_buffers: rank 0's buffers go to all ranks before a forward, as in torch.
-    broadcast_buffers: torch's older name for it; False leaves buffers alone at the start, too.
+    broadcast_buffers: torch's older name for it; False leaves buffers alone at the start, too. Then
+    they may differ between ranks.
     init_sync: compare modules, and start with rank 0's parameters and buffers.
     output_device, gradient_as_bucket_view, static_graph, dim, check_reduction: torch's; ignored.
 

@@ -17,11 +17,17 @@ In this order: guards of all wrappers; what a script may do with a parameter (`A
 gradient (`Part`) of a stage; guards of stages.
 """
 
+import collections
 import contextlib
 import copy
 import dataclasses
+import itertools
 import math
+import numbers
+import sys
+import warnings
 import weakref
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -42,12 +48,20 @@ WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 class Guards:
-    """With guards: a module is wrapped once, has tensors that can be sent, and stays what it was
-    when it was wrapped. A gradient that a script keeps, the tensor itself, stays as it is. A
-    backward inside another, or after one whose end never came, is refused; so is one of DDP that is
-    averaged with another step's, since one rank has left a forward without a backward."""
+    """With guards: a module is wrapped once, has tensors that can be sent, and keeps the parameters
+    that it had when it was wrapped. A gradient that a script keeps, the tensor itself, stays as it
+    is. A backward inside another, or after one whose end never came, is refused; so is one of DDP
+    that is averaged with another step's, since one rank has left a forward without a backward. An
+    optimizer does not step, and nothing is clipped, with what no_sync() has left: this rank's own.
+
+    What scripts do between two averaged backwards must be the same on all ranks: shapes and dtypes
+    of buffers, steps and their rates, whether gradients are zeroed. If it is not, all ranks raise
+    in the next averaged backward (on an accelerator: after it)."""
 
     _guard_hint = ""  # what else to say of an attribute of the module
+    _may_step = False  # whether DDP's no_sync() has said so
+    _guard_local_hint = (". If this rank's own are meant, as in local SGD, or the script averages "
+                         "them, make that backward in `with model.no_sync(may_step=True)`")
 
     # ---- the module
 
@@ -95,34 +109,79 @@ class Guards:
     def _track(self, buckets, frozen=()):
         super()._track(buckets, frozen)
         self._hook_steps(register_optimizer_step_pre_hook, self._guard_before_step)
-        self._guard_forwards = []  # of each since the last averaging backward: a set, see below
-        self._guard_n_left = 0  # forwards that got no backward
+        self._hook_steps(register_optimizer_step_post_hook, self._guard_after_any_step)
         # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
         # there is a weak reference.
         self._guard_not_to_swap = [weakref.ref(slot.parameter) for slot in self._trained]
-        self._guard_frozen = {p for _, p in self._named("parameters") if not p.requires_grad}
+        wrapped = self._named("parameters")
+        self._guard_wrapped = wrapped  # [(name, parameter)]
+        self._guard_ids = ids_of(wrapped)
+        self._guard_frozen = {p for _, p in wrapped if not p.requires_grad}
         self._guard_given = {}  # {slot: a weak reference to the `.grad` that was given}
+        self._guard_names = {slot.shard: slot.fqn for slot in self._slots.values()}
+        self._guard_filled = [slot for slot in self._trained if slot.shard.nbytes > 0]
+        self._guard_log = Log(self._named_modules())
+        buffers = self._named("buffers")
+        self._guard_log.agreed = layout_of(buffers)
+        self._guard_log.memory = memory_of(buffers)
 
     @torch.compiler.disable
     def _prepare_forward(self):
+        self._guard_log.stepping = None  # a step has raised, or this forward is its closure's
         self._guard_end_of_backward("a forward")
         self._guard_parameters()
         super()._prepare_forward()
 
     def _guard_parameters(self):
-        """Each trained parameter has one hook, which is ours. Takes 1 us per parameter."""
+        """The module has the parameters with which it was wrapped, and each trained one has one
+        hook, which is ours. Takes 1 us per parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # else an Absent answers by Python
-            self._guard_each_parameter()
+            self._guard_each_parameter(self._guard_structure(in_forward=True))
 
-    def _guard_each_parameter(self):
-        for name, p in self._named("parameters"):
+    def _guard_structure(self, in_forward=False):
+        """-> [(name, parameter)] of the module, which has those with which it was wrapped."""
+        self._guard_log.modules = self._named_modules()
+        named = self._named("parameters", self._guard_log.modules)
+        if ids_of(named) != self._guard_ids:
+            self._guard_changes(named, in_forward and not torch.is_grad_enabled())
+        return named
+
+    def _guard_changes(self, named, only_evaluates):
+        """Parameters may get other names or another order. functional_call() puts tensors in their
+        places while it calls the module; they may be Parameters of a copy, if that is an
+        evaluation."""
+        of_name = dict(self._guard_wrapped)
+        wrapped = {}  # {parameter: its first name}
+        for name, p in self._guard_wrapped:
+            wrapped.setdefault(p, name)
+        found = set()
+        for name, p in named:
+            if p in wrapped:
+                found.add(p)
+            elif isinstance(p, torch.nn.Parameter) and not (only_evaluates and name in of_name):
+                self._refuse(f"{name} was added or replaced after wrapping, so ranks would not "
+                             f"have the same there, nor average its gradient: wrap last")
+            elif name in of_name:
+                before = of_name[name]
+                found.add(before)
+                if p.shape != before.shape:
+                    self._refuse(f"{name} gets a tensor of shape {tuple(p.shape)} in "
+                                 f"functional_call(), and has {tuple(before.shape)}: is it a "
+                                 f"shard, or an average of shards? Whole ones come from "
+                                 f"full_parameters()")
+        for p, name in wrapped.items():
+            if p not in found:
+                self._refuse(f"{name} is no parameter of the module any more: it was deleted, "
+                             f"replaced, or tied to another one after wrapping: wrap last")
+
+    def _guard_each_parameter(self, named):
+        for name, p in named:
             hooks = p._post_accumulate_grad_hooks
-            if p.requires_grad and len(hooks or ()) != 1 and isinstance(p, torch.nn.Parameter):
+            if p.requires_grad and len(hooks or ()) != 1 and id(p) in self._guard_ids:
                 if hooks:
                     self._refuse(f"{name} got a post-accumulate hook after wrapping, or was "
                                  f"wrapped twice: the hook would see what is not averaged yet")
-                change = "unfrozen" if p in self._guard_frozen else "added or replaced"
-                self._refuse(f"{name} was {change} after wrapping, so its gradient would not be "
+                self._refuse(f"{name} was unfrozen after wrapping, so its gradient would not be "
                              f"averaged: wrap last (what is frozen after wrapping may be unfrozen)")
             if IN_BACKWARD_OPTIMIZERS in p.__dict__:
                 self._refuse_optimizer_in_backward(name)
@@ -148,7 +207,7 @@ class Guards:
     @torch.compiler.disable
     def zero_grad(self, set_to_none=True):
         if self._backward is not None:  # it has raised, so no forward has got all of one
-            for signs in self._guard_forwards:
+            for signs in self._guard_log.forwards:
                 signs.clear()
         super().zero_grad(set_to_none)
 
@@ -160,13 +219,60 @@ class Guards:
 
     def _guard_before_step(self, optimizer, arguments, options):
         """Hook of all optimizers, before a step."""
-        if self._backward is None:
+        if not self._guard_is_ours(optimizer):
             return
-        given = set()
+        name = type(optimizer).__name__
+        self._guard_end_of_backward(f"a step of {name}")
+        self._guard_refuse_local(f"{name} steps", optimizer)
+        log = self._guard_log
+        if log.stepping is None:  # else it is one that an optimizer around has made
+            log.stepping = weakref.ref(optimizer)
+            if not self._may_step:
+                log.note_step(optimizer)
+            is_idle = all(slot.shard.grad is None for slot in self._guard_filled)
+            if self.shard_group is None and is_idle:
+                log.n_idle += 1
+
+    def _guard_after_any_step(self, optimizer, arguments, options):
+        """Hook of all optimizers, after a step."""
+        log = self._guard_log
+        if log.stepping is not None and log.stepping() is optimizer:
+            log.stepping = None
+
+    def _guard_is_ours(self, optimizer):
+        """Whether it has any of our parameters."""
         for group in optimizer.param_groups:
-            given.update(group["params"])
-        if not given.isdisjoint(slot.shard for slot in self._trained):
-            self._guard_end_of_backward(f"a step of {type(optimizer).__name__}")
+            for p in group["params"]:
+                if p in self._guard_names:
+                    return True
+        return False
+
+    @torch.compiler.disable
+    def clip_grad_norm_(self, max_norm):
+        self._guard_refuse_local("clip_grad_norm_() comes")
+        self._guard_log.steps.append((f"clip_grad_norm_({float(max_norm)})", []))
+        return super().clip_grad_norm_(max_norm)
+
+    def _guard_refuse_local(self, what, optimizer=None):
+        """Raise where no_sync() has left a gradient, of optimizer's parameters or of all."""
+        if self._may_step:
+            return
+        if not any(bucket.unreduced for bucket in self._buckets):
+            return  # as it is at most steps
+        for slot in self._trained:
+            is_held = slot in slot.bucket.unreduced and self._guard_is_held(slot)
+            if is_held and (optimizer is None or has_parameter(optimizer, slot.shard)):
+                self._refuse(f"{what} while no_sync() holds gradients back, such as that of "
+                             f"{slot.fqn}, which is this rank's own: make the last backward "
+                             f"before it outside of no_sync(){self._guard_local_hint}")
+
+    def _guard_is_held(self, slot):
+        """DDP: whether the gradient that no_sync() has left is still there, neither zeroed nor
+        replaced by another tensor."""
+        gradient, buffer = slot.shard.grad, slot.bucket.gradients
+        if gradient is None or place_of(gradient)[0] != place_of(buffer)[0]:
+            return False
+        return bool(gradient.any())
 
     def set_gradient_divide_factor(self, factor):
         if not 0 < factor < math.inf:
@@ -182,6 +288,7 @@ class Guards:
         if self._backward is not None:
             self._refuse("a backward inside another, or after one that raised: pass "
                          "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
+        self._guard_note_gradients()
         self._guard_take_marks()
         try:
             super()._prepare_for_backward(task)
@@ -215,6 +322,7 @@ class Guards:
             for slot in self._trained:
                 if slot.shard.grad is not None:
                     self._guard_given[slot] = weakref.ref(slot.shard.grad)
+            self._guard_log.n_given = self._guard_n_gradients()
 
     # ---- DDP: do ranks average what belongs together?
     #
@@ -246,12 +354,245 @@ class Guards:
         for node in nodes:
             node.register_prehook(lambda gradients: signs.add("a backward"))
         if nodes:
-            self._guard_forwards.append(signs)
+            self._guard_log.forwards.append(signs)
 
     def _history(self):
-        self._guard_n_left += sum(not signs for signs in self._guard_forwards)
-        self._guard_forwards.clear()
-        return f"{super()._history()}, {self._guard_n_left} forwards without a backward"
+        """Three texts of lines: what was done with backwards, buffers, and steps."""
+        log = self._guard_log
+        log.n_left += sum(not signs for signs in log.forwards)
+        log.forwards.clear()
+        history = super()._history()
+        history["backwards"] += (f", {log.n_left} forwards without a backward, {log.n_idle} steps "
+                                 f"without a gradient, gradient_divide_factor "
+                                 f"{self.gradient_divide_factor}")
+        history["buffers"] = self._guard_text_of_buffers()
+        if log.layout != log.agreed:
+            log.new_memory = memory_of(self._named("buffers", log.modules))
+        history["steps"] = log.text_of_steps(self._guard_names)
+        log.begin_anew()
+        return history
+
+    def _compare_histories(self, histories):
+        """What comes first is the cause of what comes after it."""
+        for what in ("backwards", "buffers", "steps"):
+            texts = [history[what] for history in histories]
+            rank = first_that_differs(texts)
+            if rank is None:
+                continue
+            if what == "buffers":
+                self._refuse(f"ranks have other buffers now: {difference(texts, rank)}. Nothing "
+                             f"was written over them. Make them alike on all ranks, or pass "
+                             f"broadcast_buffers=False")
+            if what == "steps":
+                self._guard_compare_steps(difference(texts, rank))
+                return
+            break
+        super()._compare_histories(histories)
+
+    # ---- buffers that have changed since ranks compared them
+    #
+    # Rank 0's message would be written over whatever another rank has there, or would be of another
+    # length. To compare before it costs a message. So ranks compare with the count of the next
+    # backward. Until then what was there before takes part in the broadcast: the old memory.
+
+    def _buffers_to_send(self):
+        log = self._guard_log
+        named = self._named("buffers", log.modules)
+        layout = layout_of(named)
+        if layout != log.agreed:
+            now = dict(zip(layout, named))
+            named = []
+            for what in log.agreed:
+                name = what[0]
+                # A copy: if a script has resized a buffer, the old memory is the new one's.
+                named.append(now[what] if what in now else (name, log.memory[name].clone()))
+        log.memory = memory_of(named)
+        return named
+
+    def _guard_text_of_buffers(self):
+        """A line for each of those that are sent, in this order. It is kept until they change."""
+        log, layout = self._guard_log, []
+        if self.forward_sync_buffers:
+            layout = layout_of(self._named("buffers", log.modules))
+        if layout != log.layout:
+            lines = [" ".join(map(str, what)) for what in layout]
+            log.layout, log.text_of_layout = layout, "\n".join(lines)
+        return log.text_of_layout
+
+    def _check_counts(self):
+        is_new = self._unread_counts is not None
+        super()._check_counts()
+        if is_new:
+            log = self._guard_log
+            log.agreed = log.counted_layout
+            log.memory |= log.new_memory
+            log.new_memory = {}
+
+    # ---- steps that differ between ranks
+
+    def _guard_note_gradients(self):
+        """At the begin of a backward: what has become of the means of the one before? None, which
+        is not compared: if there were none here, if some are kept, or if no_sync() has left others.
+        """
+        log = self._guard_log
+        log.gradients = None
+        if log.n_given > 0 and not any(bucket.unreduced for bucket in self._buckets):
+            words = {0: "zeroed gradients", log.n_given: "kept gradients"}
+            log.gradients = words.get(self._guard_n_gradients())
+
+    def _guard_n_gradients(self):
+        """How many there are. (An optimizer may lack empty shards, and leave theirs.)"""
+        return len([None for slot in self._guard_filled if slot.shard.grad is not None])
+
+    def _guard_compare_steps(self, found):
+        """Raise if the steps that the last count has compared differ in a way that matters. found:
+        how they differ. A collective."""
+        steps, gradients = self._guard_log.counted
+        own = self._guard_record(steps)
+        if gradients is not None:
+            own["whether there are gradients"] = gradients
+        records = [None] * self.world_size
+        with self._waiting("compare steps"):
+            dist.all_gather_object(records, own, group=self.process_group)
+        first = {}  # {name: what the first rank that knows it has recorded}
+        for record in records:
+            for name, value in record.items():
+                if first.setdefault(name, value) != value:
+                    self._refuse(f"ranks have gone different ways since the backward before, which "
+                                 f"matters for {name}: {found}. Decide on steps, rates and their "
+                                 f"number by what all ranks know, such as a loss that was reduced "
+                                 f"over them")
+
+    def _guard_record(self, steps):
+        """DDP: {name: a checksum of the parameter's values}. One rank may update what it then sends
+        to the others."""
+        record = {}
+        for name, p in self._named("parameters"):
+            values = p.detach().reshape(-1).cpu().contiguous().view(torch.uint8)
+            record[name] = zlib.crc32(values.numpy())
+        return record
+
+
+def ids_of(named):
+    """Of the parameters of [(name, parameter)]."""
+    return list(map(id, [p for _, p in named]))
+
+
+def has_parameter(optimizer, parameter):
+    return any(p is parameter for group in optimizer.param_groups for p in group["params"])
+
+
+def numbers_of(group, defaults):
+    """Of an optimizer's group, what its defaults have, too: ["lr = 0.1", ...]. (What an accelerator
+    holds is left out: reading it would make the CPU wait.)"""
+    lines = []
+    for name in defaults:
+        value = group.get(name)
+        if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
+            value = value.item()
+        parts = value if isinstance(value, tuple | list) else [value]
+        if all(isinstance(part, numbers.Real) for part in parts):
+            found = [float(part) + 0.0 for part in parts]  # one text for 0, 0.0, -0.0 and False
+            lines.append(f"{name} = {', '.join(map(str, found))}")
+    return lines
+
+
+def first_that_differs(texts):
+    """The first rank whose text is not rank 0's, or None."""
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
+            return rank
+    return None
+
+
+def difference(texts, rank):
+    """The first line in which texts of rank 0 and of rank differ, as words."""
+    lines = [texts[0].splitlines(), texts[rank].splitlines()]
+    for of_0, of_rank in itertools.zip_longest(*lines, fillvalue="nothing"):
+        if of_0 != of_rank:
+            return f"rank 0 has {of_0}, and rank {rank} has {of_rank}"
+
+
+@dataclasses.dataclass
+class Log:
+    """What a script has done with a wrapper on this rank, which must be the same on all. (These are
+    no attributes of the wrapper itself: to set one of a Module takes 5 us.)
+
+        modules   [(name, module)] when the last forward began
+        forwards  since the last averaged backward; of each a set, not empty if a backward came
+        n_left    forwards that got no backward
+        n_idle    steps of DDP without any gradient
+        stepping  a weak reference to the optimizer that steps, or None
+        n_given   how many gradients the last backward has left, but for those of empty shards
+
+    Since the last count, and of what that has compared:
+
+        steps     [(kind, groups)]: the kind of optimizer, and of each of its groups (its numbers in
+                  lines, its parameters); of a call of clip_grad_norm_, that and no groups
+        gradients whether those of before were zeroed, in words; or None
+        counted   (steps, gradients) of then
+
+    Of buffers:
+
+        layout, text_of_layout   `layout_of` them when they were looked at last, also in lines
+        counted_layout           when ranks have counted last
+        agreed    such a layout, which all ranks have found to be theirs
+        memory    {name: what was there when it was sent last, or when ranks agreed on it}
+        new_memory               that of a layout on which ranks have yet to agree
+    """
+    modules: list
+    forwards: list = dataclasses.field(default_factory=list)
+    n_left: int = 0
+    n_idle: int = 0
+    stepping: weakref.ref | None = None
+    n_given: int = 0
+    steps: collections.deque = dataclasses.field(default_factory=lambda: new_steps())
+    gradients: str | None = None
+    counted: tuple = ((), None)
+    layout: list = dataclasses.field(default_factory=list)
+    text_of_layout: str = ""
+    counted_layout: list = dataclasses.field(default_factory=list)
+    agreed: list = dataclasses.field(default_factory=list)
+    memory: dict = dataclasses.field(default_factory=dict)
+    new_memory: dict = dataclasses.field(default_factory=dict)
+
+    def note_step(self, optimizer):
+        groups = []
+        for group in optimizer.param_groups:
+            groups.append((numbers_of(group, optimizer.defaults), list(group["params"])))
+        self.steps.append((type(optimizer).__name__, groups))
+
+    def text_of_steps(self, names):
+        """In lines. names: {parameter: its name}."""
+        lines = [str(self.gradients)]
+        for kind, groups in self.steps:
+            lines.append(f"a step of {kind}" if groups else kind)
+            for of_group, parameters in groups:
+                if parameters:
+                    first = names.get(parameters[0], "a parameter of another model")
+                    lines.append(f"a step of {len(parameters)} parameters from {first} on")
+                lines += of_group
+        return "\n".join(lines)
+
+    def begin_anew(self):
+        """A count has begun, which compares all this."""
+        self.counted, self.counted_layout = (self.steps, self.gradients), self.layout
+        self.steps, self.gradients = new_steps(), None
+
+
+def new_steps():
+    """Room for the last 100: there may be no backward for long."""
+    return collections.deque(maxlen=100)
+
+
+def memory_of(named):
+    """{name: another tensor of the memory that t has now} of buffers [(name, t)]."""
+    return {name: t.detach() for name, t in named}
+
+
+def layout_of(named):
+    """Of buffers [(name, t)] what must be alike where they are sent."""
+    return [(name, t.dtype, t.shape, None if t.is_sparse else t.stride()) for name, t in named]
 
 
 class NotAgain:
@@ -366,6 +707,11 @@ ALLOWED_OF_TWO = {"max", "min"}  # element by element, if the second argument is
 COMPARES = {"eq", "__eq__", "isclose"}  # of two parts; so what comes of it can be asked for all()
 # What a gradient can be asked for while no_sync() holds it back.
 HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__get__", "__set__"}
+# What a script asks for the shape of a parameter, and what fills it by chance.
+SHAPES = {"shape", "size", "numel", "nelement", "stride", "__len__", "T", "mT", "H", "mH"}
+BY_CHANCE = set("""
+    normal_ uniform_ kaiming_uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_
+""".split())
 # Optimizers that look at whole parameters, by words in their names.
 NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "muon", "shampoo", "soap"
 NOT_BY_PARAMETER = "lbfgs", "prodigy", "dadapt"  # which look at all parameters at once
@@ -395,7 +741,7 @@ class Absent(torch.nn.Parameter):
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         is_attribute = type(function).__name__ == "method-wrapper"  # p.name, or p.name = value
-        name = function.__self__.__name__ if is_attribute else function.__name__
+        name = name_of(function)
         is_set = is_attribute and len(args) == 2
         is_written = name == "copy_" or name == "data" and is_set
         absent = [t for t in args if isinstance(t, cls)]
@@ -426,6 +772,12 @@ class Absent(torch.nn.Parameter):
         return repr(self)
 
 
+def name_of(function):
+    """What a script calls a function by that a tensor is asked for: of an attribute its name."""
+    is_attribute = type(function).__name__ == "method-wrapper"
+    return function.__self__.__name__ if is_attribute else function.__name__
+
+
 IN_BACKWARD = ("stage 3 has freed it in this part of the backward. An autograd.Function keeps a "
                "weight by ctx.save_for_backward(weight), not by ctx.weight = weight, and a hook "
                "what it has read in the forward; or use Zero2")
@@ -446,6 +798,7 @@ class Part(torch.Tensor):
         for kind in types:
             if issubclass(kind, Held) and name not in HELD:
                 raise RuntimeError(f"{name} of the gradient of a shard, which is held back by "
+                                   f"no_sync(): make the last backward before it outside of "
                                    f"no_sync()")
         is_of_two = len(args) == 2 and isinstance(args[1], torch.Tensor)
         if name not in ALLOWED and not (name in ALLOWED_OF_TWO and is_of_two):
@@ -495,12 +848,116 @@ class Held(Part):
         self.__class__ = torch.Tensor
 
 
+class PartOfParameter:
+    """What a stage's shards are until the first step, or until the second backward, as scripts ask
+    for shapes before that. A shard's own shape is what optimizers need, and hardly ever what a
+    script means. (Then they are plain Parameters: each question to this class takes some us. Those
+    of a stage that is only evaluated, or averaged into, stay.)"""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, Part) for kind in types):
+            return NotImplemented  # asks the gradient
+        name = name_of(function)
+        asks, level = who_asks()
+        is_init = "torch.nn.init" in (asks, getattr(function, "__module__", ""))
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in BY_CHANCE or is_init and name in SHAPES:
+                raise RuntimeError(f"{name} of {shard_in(args, kwargs)}: it would not get the "
+                                   f"values of one process. Initialise the module before wrapping "
+                                   f"it, or on the meta device by init_fn=")
+            if name in SHAPES and not asks.startswith("torch."):
+                # Without numbers: Python shows a text once for a line of a script.
+                warnings.warn(f"{name} of a shard, which is one rank's part of a parameter: that "
+                              f"of the whole is in p.whole_shape", stacklevel=level)
+            refuse_other_shards(name, args)
+            result = function(*args, **(kwargs or {}))
+            if name in ("data", "detach") and len(args) == 1:
+                # nn.Parameter(p) asks that p.detach() is of p's class.
+                result.__class__ = type(args[0]) if name == "detach" else ShardData
+                result.whole_shape, result._guard_cut = args[0].whole_shape, args[0]._guard_cut
+            return result
+
+    def plain(self):
+        """The same without this class, in the same memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            values = self.detach()
+            if isinstance(self, torch.nn.Parameter):
+                return torch.nn.Parameter(values, self.requires_grad)
+            return values
+
+    def __deepcopy__(self, memo):
+        memo[id(self)] = copy.deepcopy(self.plain())
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol):
+        plain = self.plain()
+        vars(plain).update(vars(self))
+        del plain._guard_cut
+        return plain.__reduce_ex__(protocol)
+
+
+class Shard(PartOfParameter, torch.nn.Parameter):
+    pass
+
+
+class ShardData(PartOfParameter, torch.Tensor):
+    """Its `.data`."""
+
+
+def who_asks():
+    """(name of the module that asks a tensor, how far up the stack that is), seen from
+    `__torch_function__`."""
+    level = 2
+    while sys._getframe(level).f_globals.get("__name__") in ("torch.overrides", "torch._tensor"):
+        level += 1
+    return sys._getframe(level).f_globals.get("__name__", ""), level
+
+
+def shard_in(args, kwargs):
+    """The first one, in words."""
+    for t in tree_leaves((args, kwargs)):
+        if isinstance(t, PartOfParameter):
+            return (f"a shard of shape {tuple(t.shape)}, which is one rank's part of a parameter "
+                    f"of shape {tuple(t.whole_shape)}")
+
+
+def refuse_other_shards(name, arguments):
+    """Raise where a shard meets, alone or in lists, one that is another part of its parameter, or a
+    tensor of another shape."""
+    lists = [value for value in arguments if isinstance(value, list | tuple)]
+    rows = zip(*lists) if lists else [arguments]
+    for row in rows:
+        tensors = [t for t in row if isinstance(t, torch.Tensor)]
+        shards = [t for t in tensors if hasattr(t, "_guard_cut")]
+        if not shards:
+            continue
+        others = [t for t in tensors if not hasattr(t, "_guard_cut") and t.numel() != 1]
+        alike = shards + [t for t in others if t.dim() == shards[0].dim()]
+        is_same_part = len({t._guard_cut for t in shards}) == 1
+        if not is_same_part or len({t.shape for t in alike}) > 1:
+            found = [str(tuple(t.shape)) for t in alike]
+            raise RuntimeError(f"{name} of a shard and of what is not the same part of a "
+                               f"parameter, of shapes {' and '.join(found)}: wrap two modules "
+                               f"alike, and freeze one after that; or exchange whole values by "
+                               f"full_state_dict() and load_full_state_dict()")
+
+
+def refuse_held(tensors):
+    """Raise where one is a mark of what no_sync() holds back: a norm would be that of marks."""
+    kinds = set(map(type, tensors))
+    if any(issubclass(kind, Held) for kind in kinds):
+        raise RuntimeError("a norm of gradients that are held back by no_sync(): make the last "
+                           "backward before it outside of no_sync()")
+
+
 def version_of(unit):
     """A number that grows when a script or an optimizer changes a unit's shards in place."""
     version = 0
-    for bucket in unit.buckets:
-        for slot in bucket.slots:
-            version += slot.shard._version
+    with torch._C.DisableTorchFunctionSubclass():
+        for bucket in unit.buckets:
+            for slot in bucket.slots:
+                version += slot.shard._version
     return version
 
 
@@ -520,15 +977,19 @@ class ShardGuards(Guards):
     what a script puts in the place of a shard, or writes to a parameter in a forward, is taken
     over; of a shard's `.grad` nobody takes a norm, nor anything else that needs all of it.
 
+    Until the first step with it a shard warns if a script asks for its shape, and is not filled by
+    chance, as torch.nn.init does it.
+
     Not noticed, and wrong: what a script computes of a shard, or of what an optimizer keeps for
-    one, that is not element by element, such as a norm; a view of a gradient that is kept over the
-    next backward; writes into `.data` of shards between micro-steps, in stages 1 and 2, if the
-    backward before was in no_sync(), or was said not to be the last; a value that a forward writes
-    to a parameter, if ranks write different ones; a freeze, or zero_grad() of the module, between
-    forward and backward; views of parameters that were made before wrapping; on meta, what
-    `init_weights()` leaves out.
+    one, that is not element by element, such as a norm; the shape of a shard after a step; a view
+    of a gradient that is kept over the next backward; writes into `.data` of shards between
+    micro-steps, in stages 1 and 2, if the backward before was in no_sync(), or was said not to be
+    the last; a value that a forward writes to a parameter, if ranks write different ones; a freeze,
+    or zero_grad() of the module, between forward and backward; views of parameters that were made
+    before wrapping; on meta, what `init_weights()` leaves out.
     """
 
+    _guard_local_hint = ""
     _guard_hint = (". (get_state_dict() of torch.distributed.checkpoint knows no shards: save "
                    "state_dict() or full_state_dict())")
 
@@ -585,6 +1046,9 @@ class ShardGuards(Guards):
         self._guard_freed = {}  # {memory that was of whole parameters: a weak reference to it}
         self._guard_part = type("Part", (Part,), {"shard_group": self.shard_group})
         self._guard_held = type("Held", (Held,), {"shard_group": self.shard_group})
+        self._guard_checked = weakref.WeakSet()  # optimizers, by `_guard_check_state`
+        self._guard_hooked = weakref.WeakSet()  # those that tell when they have loaded state
+        self._guard_unasked = set()  # shards that are a `Shard`
         self._guard_whole = set()  # shards of uncut parameters
         self._guard_elsewhere = set()  # and those of them that other ranks own: empty here
         for p, slot in self._slots.items():
@@ -594,6 +1058,11 @@ class ShardGuards(Guards):
                     self._guard_elsewhere.add(slot.shard)
             seen = p.data_ptr(), p._version, p.requires_grad
             p._watch = Watch(slot, type(p), place_of(slot.shard), seen)
+            if slot.shard.shape != slot.shape:
+                cut = slot.bucket.shard_range(slot)
+                slot.shard._guard_cut = tuple(slot.shape), tuple(slot.strides), cut
+                slot.shard.__class__ = Shard
+                self._guard_unasked.add(slot.shard)
         self._hide_all()
         self._hook_steps(register_optimizer_step_post_hook, self._guard_after_step)
 
@@ -696,17 +1165,20 @@ class ShardGuards(Guards):
         exchange it, as in `p.data, e.data = e.data, p.data`. Then what was a shard's memory may be
         e's now. So the bucket moves to new memory, with the new values. That is asked of empty
         shards, too: all ranks must find the same."""
-        for bucket in self._all_buckets():
-            has_moved = False
-            for slot in bucket.slots:
-                _, address = home = slot.parameter._watch.home
-                is_there = slot.shard.data_ptr() == address
-                if is_there and address == 0:  # as of all empty tensors
-                    is_there = place_of(slot.shard) == home
+        moved = []
+        with torch._C.DisableTorchFunctionSubclass():  # else a Shard answers by Python
+            for bucket in self._all_buckets():
+                is_there = True
+                for slot in bucket.slots:
+                    _, address = home = slot.parameter._watch.home
+                    if slot.shard.data_ptr() != address:
+                        is_there = False
+                    elif address == 0 and place_of(slot.shard) != home:  # as of all empty tensors
+                        is_there = False
                 if not is_there:
-                    has_moved = True
-            if has_moved:
-                self._move(bucket)
+                    moved.append(bucket)
+        for bucket in moved:
+            self._move(bucket)
 
     def _move(self, bucket):
         """Copy the shards' values to new memory, and the shards with them."""
@@ -769,6 +1241,11 @@ class ShardGuards(Guards):
 
     # ---- backward: a shard's `.grad` is a Part, or Held
 
+    def _prepare_for_backward(self, task):
+        if self._guard_unasked and self._knows_order:  # a script steps by hand
+            self._guard_end_of_questions()
+        super()._prepare_for_backward(task)
+
     def _guard_take_marks(self):
         """Take the marks away. Where no_sync() held a gradient back and the mark is gone already,
         zero_grad() of an optimizer has dropped it. Where a loss over shards has added to the mark,
@@ -824,9 +1301,10 @@ class ShardGuards(Guards):
                     self._refuse(f"{name} looks at whole parameters, and would see a part of "
                                  f"{fqn}: pass all of its parameters as uncut= when wrapping, or "
                                  f"use DDP")
-        if any(bucket.unreduced for bucket in self._buckets):
-            self._refuse(f"{name} steps while no_sync() holds gradients back: make the last "
-                         f"backward before a step outside of it")
+        self._guard_end_of_questions()
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        if is_torchs and optimizer not in self._guard_checked:
+            self._guard_check_state(optimizer)
         own = given - self._guard_elsewhere
         has_gradient = any(shard.grad is not None for shard in own)
         if self._guard_awaits_backward and own and not has_closure and not has_gradient:
@@ -838,12 +1316,36 @@ class ShardGuards(Guards):
             shard.grad = None  # a loss over the shards has left an empty one
         # What is whole may be looked at. On the rest torch's optimizers work element by element,
         # and a Part would cost them time. It is one again after the step.
-        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         for shard in given:
             gradient = shard.grad
             if isinstance(gradient, Part) and (is_torchs or shard in self._guard_whole):
                 gradient.__class__ = torch.Tensor
                 self._guard_in_step.append(gradient)
+
+    def _guard_is_held(self, slot):
+        return isinstance(slot.shard.grad, Held)  # which zero_grad() takes away
+
+    def _guard_end_of_questions(self):
+        """Let all shards be plain Parameters."""
+        for shard in self._guard_unasked:
+            shard.__class__ = torch.nn.Parameter
+        self._guard_unasked.clear()
+
+    def _guard_check_state(self, optimizer):
+        """Before the first step of one of torch's, and the first after each load_state_dict(): what
+        it keeps for a part of a parameter, element by element, has the shape of that part."""
+        if optimizer not in self._guard_hooked:
+            self._guard_hooked.add(optimizer)
+            optimizer.register_load_state_dict_post_hook(self._guard_checked.discard)
+        for shard in self._shards - self._guard_whole:
+            name = self._guard_names[shard]
+            for kind, t in optimizer.state.get(shard, {}).items():
+                if isinstance(t, torch.Tensor) and t.dim() > 0 and t.shape != shard.shape:
+                    self._refuse(f"{kind} of {name} in the optimizer's state has the shape "
+                                 f"{tuple(t.shape)}, and this rank's shard {tuple(shard.shape)}: "
+                                 f"it is another rank's, or of another number of ranks. Save by "
+                                 f"sharded_state() of checkpoint.py, which any number can load")
+        self._guard_checked.add(optimizer)
 
     def _guard_after_step(self, optimizer, arguments, options):
         """Hook of all optimizers, after a step: the gradients are parts again."""
@@ -852,9 +1354,19 @@ class ShardGuards(Guards):
         self._guard_in_step.clear()
 
     def full_parameters(self):
+        self._guard_structure()
         self._hide_all()
         self._bring_home()
         yield from super().full_parameters()
+
+    def shard_starts(self):
+        self._guard_structure()
+        return super().shard_starts()
+
+    def _module_state(self):
+        """Of state dicts, of this rank's and of whole ones."""
+        self._guard_structure()
+        return super()._module_state()
 
     def load_state_dict(self, state_dict):
         self._hide_all()
@@ -863,3 +1375,18 @@ class ShardGuards(Guards):
     def load_full_state_dict(self, state_dict):
         self._hide_all()
         super().load_full_state_dict(state_dict)
+
+    def _guard_record(self, steps):
+        """{name: how these steps have changed the parameter}. A rank may leave an empty shard out:
+        then it does not know."""
+        changes = {shard: [] for shard in self._guard_names}
+        for kind, groups in steps:
+            for of_group, parameters in groups:
+                for p in parameters:
+                    if p in changes:
+                        changes[p].append((kind, of_group))
+        record = {"clipping": [kind for kind, groups in steps if not groups]}
+        for shard, found in changes.items():
+            if found or shard.nbytes > 0:
+                record[self._guard_names[shard]] = found
+        return record

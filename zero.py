@@ -309,6 +309,7 @@ class ShardedBucket(Bucket):
             value = self.shard_view(slot, self.sharded).data
             slot.shard = nn.Parameter(value, p.requires_grad)
             vars(slot.shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
+            slot.shard.whole_shape = slot.shape
             self.unit.shards.add(slot.shard)
 
     def part_of(self, slot, value):
@@ -374,7 +375,7 @@ class Stage(Reducer):
         self._sharding = Sharding(first_names(self._named("parameters")), self.shard_size,
                                   dist.get_rank(self.shard_group), self._device)
         self._build_buckets()
-        broadcast([t for _, t in self._named("buffers")], self.process_group)
+        broadcast(self._buffers_at_first(), self.process_group)
         for bucket in self._all_buckets():
             if bucket.unsharded is None:
                 bucket.free_parameters()
@@ -1070,6 +1071,15 @@ class UnevenForwards(UnevenRanks):
         whose shards are empty. It changes no bit, and nothing in stage 3."""
         self._is_last_backward = is_last_backward
 
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """As `StateDicts`. Before, ranks compare what they have done since the last backward: it
+        may be the end, and no backward will."""
+        self._check_counts()
+        if self._trained:
+            self._start_count([])
+            self._check_counts()
+        return super().full_state_dict()
+
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forgets what no_sync() has held back, and a backward that has raised, for whose
@@ -1481,7 +1491,9 @@ class ZeroOptions(Hybrid, OtherMemory, Uncut, MetaDevice):
                  units: Iterable[nn.Module] | None = None, param_dtype: torch.dtype | None = None,
                  reduce_dtype: torch.dtype | None = None, shard_size: int | None = None,
                  offload: bool = False, init_fn: Callable[[nn.Module], object] | None = None,
-                 device: torch.device | str | None = None, uncut: Iterable[nn.Parameter] = ()):
+                 device: torch.device | str | None = None, uncut: Iterable[nn.Parameter] = (),
+                 broadcast_buffers: bool = True):
+        self.forward_sync_buffers = self._sends_buffers_at_first = broadcast_buffers
         self._uncut = set_of_parameters(module, uncut)
         self._compared = [f"{param_dtype=} {reduce_dtype=} {shard_size=}"]
         for name, p in named_tensors(module, "parameters"):
@@ -1604,10 +1616,12 @@ class StateDicts:
         buffers = {t for _, t in named_tensors(self.module, "buffers")}
         with_shape = self._shards | set(self._slots) | buffers
         found = sorted(ours.keys() ^ given.keys())
-        for name in ours.keys() & given.keys():
-            value, shape = ours[name], getattr(given[name], "shape", None)
-            if isinstance(value, torch.Tensor) and value in with_shape and value.shape != shape:
-                found.append(f"{name}: {shape}, not {value.shape}")
+        with torch._C.DisableTorchFunctionSubclass():  # guards' class would warn of a shard's
+            for name in ours.keys() & given.keys():
+                value, shape = ours[name], getattr(given[name], "shape", None)
+                has_shape = isinstance(value, torch.Tensor) and value in with_shape
+                if has_shape and value.shape != shape:
+                    found.append(f"{name}: {shape}, not {value.shape}")
         if found:
             self._refuse(f"nothing was loaded; missing, left over or of another shape: {found}")
 
@@ -1882,6 +1896,11 @@ class Zero1(ShardGuards, ZeroOptions, UnevenForwards, StateDicts, PlainZero1):
     offload: shards, and so the optimizer's state and its step, are on the CPU.
     init_fn, device: how and where to fill what is on the meta device: see `fill_meta`.
     uncut: parameters each of which one rank owns whole, as Muon needs it: see `OwnedBucket`.
+    broadcast_buffers: rank 0's buffers go to all ranks at the start, and before a forward, as in
+    `DDP`. If not, each rank keeps its own.
+
+    A shard's shape is that of this rank's part, as optimizers need it: (n, 1, ..., 1). That of the
+    whole parameter is its attribute `whole_shape`.
 
     A forward is a collective, also one that only evaluates. A rank may skip units, but calls the
     others in the order in which all ranks do. Keep the wrapper: with it go its hooks, and without
