@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from ddp import DDP
+from checkpoint import sharded_state
+from ddp import clip_gradients_, DDP
 from tests.common import full_training, planted, raises, training
 from tests.params import ROOT
 from tests.runs import run_alone, run_train
@@ -191,6 +192,7 @@ script = partial(note_script, SCRIPTS)
 ABSENT = "parameter has a value"
 CHANGED = "after wrapping"
 COPIED = "copy the module"
+HOLDS = "holds gradients back"
 ONE_PART = "one rank's part"
 
 
@@ -226,6 +228,71 @@ def wraps_twice(s):
 def adds_a_layer(s):
     s.module.blocks.append(nn.Linear(4, 4))
     s.step()
+
+
+@script(both=CHANGED)
+def adds_a_frozen_layer(s):
+    """Each rank has its own, and nobody would send it."""
+    s.module.extra = nn.Linear(4, 4).requires_grad_(False)
+    s.step()
+
+
+@script(both=CHANGED)
+def assigns_a_state_dict(s):
+    s.module.load_state_dict(Net().state_dict(), assign=True)
+    s.step()
+
+
+@script(both=CHANGED)
+def replaces_a_layer(s):
+    s.step()
+    s.module.head = nn.Linear(4, 2)
+    s.step()
+
+
+@script(both=CHANGED)
+def ties_two_blocks(s):
+    s.step()
+    s.module.blocks[1].weight = s.module.blocks[0].weight
+    s.step()
+
+
+@script(both=CHANGED)
+def deletes_a_block(s):
+    s.module.blocks = s.module.blocks[:2]
+    s.step()
+
+
+@script(both=CHANGED)
+def deletes_a_bias(s):
+    s.module.blocks[0].bias = None
+    s.step()
+
+
+@script()
+def exchanges_blocks(s):
+    """They keep their parameters, under each other's names."""
+    s.step()
+    blocks = s.module.blocks
+    blocks[0], blocks[2] = blocks[2], blocks[0]
+    s.step()
+
+
+@script()
+def renames_a_layer(s):
+    s.step()
+    s.module.blocks[1] = nn.Sequential(s.module.blocks[1])
+    s.step()
+
+
+@script()
+def ties_once_more(s):
+    """As libraries do it after loading."""
+    s.module.blocks[1].bias = s.module.blocks[0].bias
+    s.step()
+
+
+ties_once_more.build = partial(Net, tied=True)
 
 
 @script(both=CHANGED)
@@ -671,6 +738,56 @@ def scales_what_no_sync_holds(s):
     s.step()
 
 
+@script(both=HOLDS)
+def steps_after_no_sync(s):
+    s.hold()
+    s.optimizer.step()
+
+
+@script(both=HOLDS)
+def steps_in_no_sync(s):
+    with no_sync(s.model):
+        s.step()
+
+
+@script(both=HOLDS)
+def syncs_all_but_the_last(s):
+    s.backward()
+    s.hold()
+    s.optimizer.step()
+
+
+@script(both=HOLDS)
+def clips_after_no_sync(s):
+    s.hold()
+    s.model.clip_grad_norm_(math.inf)
+
+
+@script("held back", ddp=HOLDS)
+def clips_by_the_function_after_no_sync(s):
+    s.hold()
+    clip_gradients_([p.grad for p in s.parameters], math.inf, s.model.shard_group)
+    s.optimizer.step()
+
+
+@script("held back", ddp=HOLDS)
+def scales_and_steps_after_no_sync(s):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with no_sync(s.model):
+        scaler.scale(s.loss()).backward()
+    scaler.step(s.optimizer)
+
+
+@script()
+def steps_another_optimizer_after_no_sync(s):
+    """It has none of the gradients that are held back."""
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    s.hold()
+    torch.optim.SGD([other], lr=0.1).step()
+    s.step()
+
+
 @script()
 def drops_what_no_sync_holds(s):
     for set_to_none in (True, False):
@@ -710,6 +827,99 @@ def steps_with_a_closure(s):
 
     s.loss()  # without a backward
     s.optimizer.step(closure)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("where", ["inside", "after"])
+def test_local_sgd_says_so(where):
+    """no_sync(may_step=True): each rank steps by itself. Then the script averages, and goes on."""
+    torch.manual_seed(0)
+    net = Net()
+    plain = copy.deepcopy(net)
+    model = DDP(net)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, plain)]
+
+    def step():
+        for module, optimizer in zip((model, plain), optimizers):
+            optimizer.zero_grad()
+            module(x).square().mean().backward()
+            if where == "inside" or module is plain:
+                optimizer.step()
+
+    for _ in range(3):
+        with model.no_sync(may_step=True):
+            step()
+        if where == "after":
+            model.clip_grad_norm_(math.inf)
+            optimizers[0].step()
+    for p, own in zip(net.parameters(), plain.parameters()):
+        assert torch.equal(p, own), "not this rank's own steps"
+        dist.all_reduce(p.data)
+        p.data /= dist.get_world_size()
+    model.zero_grad()
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizers[0].step()
+        model.zero_grad()
+    with model.no_sync():
+        model(x).square().mean().backward()
+    raises(RuntimeError, HOLDS, optimizers[0].step)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("change", [adds_a_layer, adds_a_frozen_layer, replaces_a_layer,
+                                    assigns_a_state_dict, ties_two_blocks, deletes_a_block])
+def test_a_changed_module_is_not_saved(change, stage):
+    """Whatever looks at a stage's parameters raises, before the next forward, too."""
+    net = Net()
+    model = STAGES[stage](net)
+    state = model.state_dict()
+
+    class Script:
+        module = net
+
+        def step(self):
+            pass
+
+    change(Script())
+    looks = {"full_parameters": lambda: dict(model.full_parameters()),
+             "full_state_dict": model.full_state_dict, "state_dict": model.state_dict,
+             "shard_starts": model.shard_starts,
+             "load_state_dict": lambda: model.load_state_dict(state),
+             "load_full_state_dict": lambda: model.load_full_state_dict(state),
+             "sharded_state": lambda: sharded_state(model)}
+    for name, look in looks.items():
+        if name != "sharded_state":
+            raises(RuntimeError, CHANGED, look)
+        elif change in (ties_two_blocks, deletes_a_block):
+            assert look().keys() <= {f"model.{name}" for name, _ in net.named_parameters()}
+        else:
+            raises(ValueError, CHANGED, look)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wrapper", ["ddp", *STAGES])
+def test_names_are_those_that_the_module_has_now(wrapper):
+    net = Net()
+    model = WRAPPERS[wrapper](net)
+    before = {name: t.clone() for name, t in model.full_parameters()}
+    exchanges = {"blocks.0": "blocks.2", "blocks.1": "blocks.1.0", "blocks.2": "blocks.0"}
+    net.blocks[0], net.blocks[2] = net.blocks[2], net.blocks[0]
+    net.blocks[1] = nn.Sequential(net.blocks[1])
+    expected = {}
+    for name, t in before.items():
+        prefix, _, last = name.rpartition(".")
+        expected[f"{exchanges.get(prefix, prefix)}.{last}".lstrip(".")] = t
+    found = dict(model.full_parameters())
+    assert found.keys() == expected.keys() == model.shard_starts().keys()
+    for name, t in expected.items():
+        assert torch.equal(found[name], t), name
+    for key, piece in sharded_state(model).items():
+        own = piece.as_subclass(torch.Tensor)
+        whole = expected[key.removeprefix("model.")].flatten()
+        assert torch.equal(own, whole[piece.first:piece.first + len(own)]), key
 
 
 @pytest.mark.ranks(2)
