@@ -59,7 +59,7 @@ class Guards:
     in the next averaged backward (on an accelerator: after it)."""
 
     _guard_hint = ""  # what else to say of an attribute of the module
-    _may_step = False  # whether DDP's no_sync() has said so
+    _may_step = False  # in DDP no_sync(may_step=True) sets it
     _guard_local_hint = (". If this rank's own are meant, as in local SGD, or the script averages "
                          "them, make that backward in `with model.no_sync(may_step=True)`")
 
@@ -513,10 +513,15 @@ def difference(texts, rank):
             return f"rank 0 has {of_0}, and rank {rank} has {of_rank}"
 
 
+def new_steps():
+    """Room for the last 100: there may be no backward for long."""
+    return collections.deque(maxlen=100)
+
+
 @dataclasses.dataclass
 class Log:
-    """What a script has done with a wrapper on this rank, which must be the same on all. (These are
-    no attributes of the wrapper itself: to set one of a Module takes 5 us.)
+    """What a script has done with a wrapper on this rank, by which ranks see whether they do the
+    same. (These are no attributes of the wrapper itself: to set one of a Module takes 5 us.)
 
         modules   [(name, module)] when the last forward began
         forwards  since the last averaged backward; of each a set, not empty if a backward came
@@ -529,8 +534,8 @@ class Log:
 
         steps     [(kind, groups)]: the kind of optimizer, and of each of its groups (its numbers in
                   lines, its parameters); of a call of clip_grad_norm_, that and no groups
-        gradients whether those of before were zeroed, in words; or None
-        counted   (steps, gradients) of then
+        gradients whether those of before were zeroed, in words; or None, which is not compared
+        counted   (steps, gradients) of the last count
 
     Of buffers:
 
@@ -546,7 +551,7 @@ class Log:
     n_idle: int = 0
     stepping: weakref.ref | None = None
     n_given: int = 0
-    steps: collections.deque = dataclasses.field(default_factory=lambda: new_steps())
+    steps: collections.deque = dataclasses.field(default_factory=new_steps)
     gradients: str | None = None
     counted: tuple = ((), None)
     layout: list = dataclasses.field(default_factory=list)
@@ -578,11 +583,6 @@ class Log:
         """A count has begun, which compares all this."""
         self.counted, self.counted_layout = (self.steps, self.gradients), self.layout
         self.steps, self.gradients = new_steps(), None
-
-
-def new_steps():
-    """Room for the last 100: there may be no backward for long."""
-    return collections.deque(maxlen=100)
 
 
 def memory_of(named):
