@@ -16,8 +16,8 @@ with oracle.py, too, and all of ours with torch's own. After that come the formu
 paper: how many bytes a rank holds, and how many it receives.
 
 A check is a function that all ranks of a group run at once, as training does. It asserts. A row of
-the table is a check, the world size W, and the check's arguments. Two rows run at once. A row that
-hangs, or whose rank dies, fails by name in time, and the rest runs.
+the table is a check, the world size W, and the check's arguments. tests/ranks.py runs them: a row
+that hangs, or whose rank dies, fails by name in time, and the rest runs.
 
 With --device all is on an accelerator, the plain loop, too. Ranks share devices where there are
 fewer, and torch takes deterministic kernels only. What cannot be there is skipped, and says why.
@@ -28,7 +28,6 @@ five ranks and more, and of parameters that are not cut: `python -m pytest`, whi
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import gc
 import itertools
@@ -38,18 +37,11 @@ import os
 import pathlib
 import re
 import runpy
-import shutil
 import signal
 import sys
-import sysconfig
-import tempfile
-import threading
 import time
-import traceback
-from collections import Counter, defaultdict
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, nullcontext, suppress
+from collections import Counter
+from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
 from unittest import mock
 
@@ -69,7 +61,6 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -77,30 +68,10 @@ import ddp
 import oracle
 from ddp import DDP
 from model import GPT, GPTConfig
+from tests.ranks import check, grid, Groups, only_full, Row, rows_of, run_parts
 from zero import Zero1, Zero2, Zero3, find_units
 
 STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
-LIBRARIES = ("<", sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # code of others
-
-
-def check(*rows, limit_s=60):
-    """Mark a function as a check, and note its rows: dicts of W, the world size, and of the
-    function's arguments."""
-    def mark(function):
-        function.rows, function.limit_s = rows, limit_s
-        return function
-
-    return mark
-
-
-def grid(**axes):
-    """All combinations, a dict each: grid(W=(1, 2), clip=(0.1,)) has two."""
-    return [dict(zip(axes, values)) for values in itertools.product(*axes.values())]
-
-
-def only_full(rows):
-    """These rows run with --full only."""
-    return [dict(row, only_full=True) for row in rows]
 
 
 def device():
@@ -622,7 +593,7 @@ ZOO = {"gpt": Tokens, "odd": Odd, "mixed": Mixed, "experts": Experts, "caller": 
        "lora": partial(Blocks, (0, 1, 2, 3), frozen=(2,)),
        "again": partial(Blocks, (3, 1, 0, 2, 2, 1), at_once=3, tied=True),
        "skipping": partial(Blocks, (0, 1, 2, 3), (0, 3), (2,), frozen=(1,))}
-MODULES = tuple(ZOO)  # of most rows; those that follow are of some
+MODULES = tuple(ZOO)  # "all modules" of a row; those that follow are of some
 ZOO |= {"even": Even, "inside": Inside,
         "recomputed": partial(Tokens, activation_checkpointing=True)}
 
@@ -852,9 +823,14 @@ SUMS = ("odd", "mixed")  # strides, dtypes, and parameters that some ranks have 
 BY_HAND_TAKES = ("gpt", "even", "mixed", "lora", "caller", "again", "recomputed")
 
 
+def names_of(modules):
+    """Of a row."""
+    return MODULES if modules == "all modules" else modules
+
+
 def trains(W, wrapper, *modules, **options):
     """A row: these modules, or all, in a wrapper on W ranks."""
-    return dict(W=W, wrapper=wrapper, modules=modules or MODULES, **options)
+    return dict(W=W, wrapper=wrapper, modules=modules or "all modules", **options)
 
 
 def full_table():
@@ -910,7 +886,7 @@ def bits_of_one_process(wrapper, modules, **options):
     process, clipped, for each of these modules. In no_sync() a rank adds its own micro-steps first;
     otherwise stages add them as one process does, however they are dealt to ranks. factor: of
     set_gradient_divide_factor(), by default 1 here: gradients are sums, divided when clipped."""
-    for name in modules:
+    for name in names_of(modules):
         if name == "mixed" and "each_synced" in options:
             continue  # in bf16 one process rounds after each micro batch, W ranks less often
         compare(WRAPPERS[wrapper], name, f"{wrapper}, {name}", **options)
@@ -952,7 +928,7 @@ def two_forwards(model, loss):
 
 
 def torch_row(torchs, ours, *modules, **options):
-    return dict(W=2, torchs=torchs, ours=ours, modules=modules or MODULES, **options)
+    return dict(W=2, torchs=torchs, ours=ours, modules=modules or "all modules", **options)
 
 
 @check(torch_row("torch ddp", "ddp", micro_steps=2, buffers=True),
@@ -974,7 +950,7 @@ def bits_of_torch(torchs, ours, modules, torch_optimizer=None, **options):
     """At W = 2 torch's DDP, ZeroRedundancyOptimizer and FSDP2 have the same bits: gradients, which
     are None, parameters, in DDP buffers; FSDP2 under its bf16 policy too, with two forwards before
     a backward."""
-    for name in modules:
+    for name in names_of(modules):
         expected = distributed(WRAPPERS[torchs], name, optimizer=torch_optimizer, **options)
         found = distributed(WRAPPERS[ours], name, **options)
         same_bits(expected, found, f"{ours}, {name}")
@@ -1396,255 +1372,18 @@ PROOF = {
 
 
 # -------------------------------------------------------------------------------------------------
-# the frame: ranks, and the table of rows
-#
-# `Ranks` holds W processes that run a check together; tests/conftest.py has its ranks from here,
-# too. Starting a group costs more than most checks, so it stays for the next ones.
-
-
-def end_with_parent():
-    """End this rank when its parent is killed: else it would wait for a call for ever."""
-    multiprocessing.parent_process().join()
-    os.killpg(0, signal.SIGKILL)
-
-
-def join_group(rank, W, folder, kind):
-    """A rank's first act. Of more than four ranks only rank 0 is there, in torch's fake group,
-    whose collectives do nothing. kind: of device, "cpu" or an accelerator, which ranks share.
-
-    The group's timeout is shorter than most limits: where one rank fails the others say what they
-    were waiting for, in place of "no answer".
-    """
-    gc.freeze()  # a collection would touch, and so copy, all that the server has loaded
-    os.setpgid(0, 0)  # to be killed together with the programs that it starts
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    if kind == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nobody takes a GPU by himself
-    else:
-        # Attention's backward, for one, adds by atomics else: other bits in each run.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    oracle.take_device(kind, rank, W)
-    backend, store = dist.get_default_backend_for_device(kind), dist.FileStore(f"{folder}/store", W)
-    if W > 4:
-        backend, store = "fake", FakeStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=W,
-                            timeout=datetime.timedelta(seconds=20))
-
-
-def attempt(function, arguments):
-    """function(**arguments) on a rank; what it raises in one line, with its place in a file of
-    ours, or of the user's.
-
-    Neither random state nor wrappers, whose hooks are in reference cycles, are left of the check
-    before.
-    """
-    torch.manual_seed(0)
-    gc.collect()
-    gc.freeze()  # `live_bytes` need not look at what there is already
-    try:
-        return function(**arguments)
-    except BaseException as error:  # also what pytest or sys.exit() raises
-        frames = traceback.extract_tb(error.__traceback__)
-        place = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)][-1]
-        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-        text = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split())) or place.line  # gloo's files
-        text = text[:2000]
-        file = pathlib.Path(place.filename).name
-        raise AssertionError(f"{kind}{text} ({place.name}, {file}:{place.lineno})") from None
-    finally:
-        # A rank lives on, so what it has printed would wait in a buffer.
-        with suppress(ValueError):  # a stream that is closed
-            sys.stdout.flush()
-            sys.stderr.flush()
-
-
-class Ranks:
-    """W processes in one group, reused for any number of checks; see `join_group` for W > 4.
-
-    Each is the only worker of a pool, so that a call can be sent to all of them and awaited with a
-    time limit. A worker that dies breaks its pool, which is how that is noticed.
-    """
-
-    def __init__(self, W, kind="cpu"):
-        self.folder = tempfile.mkdtemp()
-        n_processes = W if W <= 4 else 1
-        context = multiprocessing.get_context("forkserver")
-        self.pools = []
-        for rank in range(n_processes):
-            arguments = rank, W, self.folder, kind
-            self.pools.append(ProcessPoolExecutor(1, context, join_group, arguments))
-        futures = [pool.submit(os.getpid) for pool in self.pools]
-        try:
-            self.pids = [future.result() for future in futures]
-        except BrokenProcessPool:  # as where an accelerator has no memory for one more process
-            raise AssertionError("a rank could not join: its error is above") from None
-
-    def run(self, function, arguments, limit_s):
-        """function(**arguments) on every rank -> what rank 0 returns. Raises AssertionError, which
-        says what has failed, and on which ranks. Then the ranks are of no more use, as some may be
-        inside a collective.
-
-        The others get a second to say what they saw: the rank that is first to raise is often the
-        one that noticed, not the one to blame.
-        """
-        try:
-            futures = [pool.submit(attempt, function, arguments) for pool in self.pools]
-        except BrokenProcessPool:
-            raise AssertionError("a rank has died since the check before") from None
-        wait(futures, limit_s, FIRST_EXCEPTION)
-        done, working = wait(futures, timeout=1)
-        ranks_of = defaultdict(list)  # {what has failed: ranks}
-        for rank, future in enumerate(futures):
-            if future in done and future.exception() is not None:
-                text = str(future.exception())
-                if isinstance(future.exception(), BrokenProcessPool):
-                    text = "its process has died"
-                ranks_of[text].append(rank)
-        if working and not ranks_of:
-            still = [rank for rank, future in enumerate(futures) if future in working]
-            ranks_of[f"killed after {limit_s} s, its limit"] = still
-        if ranks_of:
-            # What others say of a rank that has gone is told only if nobody says more.
-            causes = {text: ranks for text, ranks in ranks_of.items() if "by peer" not in text}
-            facts = []
-            for text, ranks in (causes or ranks_of).items():
-                facts.append(f"rank {', '.join(map(str, ranks))}: {text}")
-            raise AssertionError("\n    ".join(facts))
-        return futures[0].result()
-
-    def kill(self):
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-        for pool in self.pools:
-            pool.shutdown()  # else its thread may run into the end of this process, and write of it
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class Groups:
-    """Groups of ranks, started when they are needed, which stay for the next checks. On an
-    accelerator only one stays, since each process takes hundreds of MB there, whatever it does.
-
-    kind: of their devices."""
-
-    def __init__(self, kind="cpu"):
-        self.of_size, self.kind = {}, kind
-
-    def run(self, function, arguments, W, limit_s):
-        """As Ranks.run, on W ranks. A group that has failed goes."""
-        if W not in self.of_size:
-            if self.kind != "cpu":
-                self.kill()
-            self.of_size[W] = Ranks(W, self.kind)
-        try:
-            return self.of_size[W].run(function, arguments, limit_s)
-        except AssertionError:
-            self.of_size.pop(W).kill()
-            raise
-
-    def kill(self):
-        for ranks in self.of_size.values():
-            ranks.kill()
-        self.of_size.clear()
-
-
-@dataclasses.dataclass
-class Row:
-    """A check with arguments, on W ranks. Its name, by which it is chosen, is such as
-    "bits_of_one_process W=2 zero3, all modules"."""
-    check: object
-    W: int
-    arguments: dict
-    counts: bool = True  # otherwise a failure is only shown
-
-    @property
-    def words(self):
-        """Of the name: values that speak for themselves, others with the argument's name."""
-        words = []
-        for name, value in self.arguments.items():
-            if value == MODULES:
-                words.append("all modules")
-            elif isinstance(value, tuple):
-                words.append(" ".join(value))
-            elif isinstance(value, str):
-                words.append(value)
-            else:
-                words.append(getattr(value, "__name__", f"{name} {value}"))
-        return words
-
-    @property
-    def name(self):
-        return f"{self.check.__name__} W={self.W} {', '.join(self.words)}"
-
-    def run(self, groups):
-        """-> (outcome, a line that says so)"""
-        start_s = time.monotonic()
-        outcome, text = "passed", ", ".join(self.words)
-        try:
-            if self.W > 4 and groups.kind != "cpu":
-                outcome = "skipped"
-                text += (", skipped: torch's fake group adds nothing up, and on accelerators "
-                         "stages compare a sum")
-            else:
-                groups.run(self.check, self.arguments, self.W, self.check.limit_s)
-        except AssertionError as error:
-            outcome = "failed" if self.counts else "skipped"
-            text = f"FAILED {text}\n    {error}" if self.counts else f"{text}, not counted: {error}"
-        seconds = time.monotonic() - start_s
-        return outcome, f"{self.check.__name__:22s} {self.W:>4} {seconds:7.1f}  {text}"
-
-
-def rows_of(check, is_full):
-    """Of a check, each once: all of them have the samples, too."""
-    rows = {}
-    for arguments in check.rows:
-        arguments = dict(arguments)
-        if not arguments.pop("only_full", False) or is_full:
-            row = Row(check, arguments.pop("W"), arguments)
-            rows.setdefault(row.name, row)
-    return list(rows.values())
+# the command line
 
 
 def chosen_parts(names, is_full):
     """{claim: rows} of the proof: those whose name has one of these names in it, or all."""
     parts = {}
     for claim, checks in PROOF.items():
-        for check in checks:
-            for row in rows_of(check, is_full):
+        for function in checks:
+            for row in rows_of(function, is_full):
                 if not names or any(name in row.name for name in names):
                     parts.setdefault(claim, []).append(row)
     return parts
-
-
-def run_parts(parts, kind):
-    """Run {claim: rows} on devices of a kind, print each claim and a line for each of its rows;
-    return the number of failures. These are printed once more at the end, where they are seen."""
-    print(f"{'check':22s} {'W':>4s} {'seconds':>7s}")
-    found = []
-    lanes = Groups(kind), Groups(kind)  # rows run in two lanes at once
-    for claim, rows in parts.items():
-        print(f"\n{claim}:\n")
-        left = iter(rows)  # each lane takes the next one when it is free
-
-        def run_lane(groups):
-            for row in left:
-                outcome, line = row.run(groups)
-                print(line, flush=True)
-                found.append((outcome, line))
-
-        with ThreadPoolExecutor(len(lanes)) as pool:
-            list(pool.map(run_lane, lanes))  # raises what a lane has raised
-    for groups in lanes:
-        groups.kill()
-    for outcome, line in found:
-        if outcome == "failed":
-            print(line)
-    outcomes = Counter(outcome for outcome, _ in found)
-    skipped = f", {outcomes['skipped']} skipped" if outcomes["skipped"] else ""
-    print(f"{outcomes['passed']} passed, {outcomes['failed']} failed{skipped}")
-    return outcomes["failed"]
 
 
 def try_out(file):

@@ -50,7 +50,8 @@ if __name__ == "__main__":
 
 import ddp
 import zero
-from verify import gather, Groups
+from tests.ranks import Groups
+from verify import gather
 
 MODES = {"ddp": ddp.PlainDDP}
 for stage in (zero.PlainZero1, zero.PlainZero2, zero.PlainZero3):

@@ -1,1 +1,1 @@
-"""What is checked beside the proof: `python -m pytest`."""
+"""What is checked beside the proof, by `python -m pytest`; and what starts ranks, for both."""

@@ -11,7 +11,7 @@ a process: to start one costs more than most tests. A test without W is an ordin
     @pytest.mark.parametrize("wrapper", ["ddp", "zero3"])
     def test_something(wrapper): ...
 
-verify.py's frame does the work. With pytest-xdist each worker has groups of its own.
+tests/ranks.py does the work. With pytest-xdist each worker has groups of its own.
 """
 
 import inspect
@@ -98,9 +98,9 @@ def W():
 @pytest.fixture(autouse=True, scope="session")
 def groups():
     """The ranks of this process."""
-    import verify  # not above: the process that deals tests out does without torch
+    from tests.ranks import Groups  # not above: who deals tests out does without torch
 
-    groups = verify.Groups()
+    groups = Groups()
     yield groups
     groups.kill()
 

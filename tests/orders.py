@@ -15,7 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp import DDP
-from verify import every_collective, fsdp2, live_bytes, Ranks, STAGES
+from tests.ranks import Ranks
+from verify import every_collective, fsdp2, live_bytes, STAGES
 
 D = 32
 BUCKET_MB = 4 * 8 * D * D / 2**20  # about a layer of a transformer

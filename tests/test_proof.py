@@ -13,7 +13,8 @@ import torch
 import verify
 from tests.common import native
 from tests.params import ROOT, slug
-from verify import Groups, memory_is_the_formulas, PROOF, Row, rows_of, traffic_is_the_formulas
+from tests.ranks import Groups, Row, rows_of
+from verify import memory_is_the_formulas, PROOF, traffic_is_the_formulas
 
 
 def parameters():

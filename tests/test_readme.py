@@ -23,7 +23,8 @@ import checkpoint
 from ddp import DDP
 from tests.params import full, ROOT, slug
 from tests.runs import finish, run_alone, run_train
-from verify import gather, PROOF, rows_of, STAGES
+from tests.ranks import rows_of
+from verify import gather, PROOF, STAGES
 
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 
