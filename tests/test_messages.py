@@ -82,7 +82,7 @@ def in_a_thread():
 def with_backward():
     """An all-gather, whose backward is a reduce-scatter."""
     x = ones().requires_grad_()
-    functional.all_gather_tensor_autograd(x, 0, world()).sum().backward()
+    functional.all_gather_tensor_autograd(x, 0, world()).square().sum().backward()
 
 
 # {name: (a call on W ranks, the elements that rank r of W sends)}
@@ -137,8 +137,13 @@ def elements(sent):
 @pytest.mark.parametrize("name", ROWS)
 def test_a_collective(name, W):
     call, expected = ROWS[name]
-    with messages() as sent:
-        call(W)
+    try:
+        with messages() as sent:
+            call(W)
+    except RuntimeError as error:  # torch 2.11 has no all_to_all of lists on gloo
+        if "does not support" not in str(error):
+            raise
+        pytest.skip(str(error))
     found, expected = elements(sent), expected(W, dist.get_rank())
     assert found == expected, f"{found} elements of {[m.operation for m in sent]}, not {expected}"
     assert sum(message.bytes for message in sent) == 4 * expected
