@@ -1,0 +1,34 @@
+"""wrap puts new parameters in the place of the module's. Tied ones become two.
+
+The judge should say: wrong where parameters are tied; right elsewhere."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+
+def wrap(module):
+    for part in module.modules():
+        for name, p in list(part.named_parameters(recurse=False)):
+            new = nn.Parameter(p.detach().clone(), p.requires_grad)
+            setattr(part, name, new)
+    for t in (*module.parameters(), *module.buffers()):
+        dist.broadcast(t.data, src=0)
+    return module
+
+
+def after_backward(model):
+    for p in model.parameters():
+        # Ranks may use different parameters. One that no rank has used keeps None.
+        n_users = torch.tensor(int(p.grad is not None))
+        dist.all_reduce(n_users)
+        if n_users > 0:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+def clip(model, max_norm):
+    clip_grad_norm_(model.parameters(), max_norm)

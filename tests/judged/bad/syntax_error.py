@@ -1,0 +1,6 @@
+"""Python cannot read it. The judge should refuse, with file and line."""
+
+
+
+def wrap(module)
+    return module

@@ -1,0 +1,3 @@
+"""wrap cannot be called. The judge should refuse."""
+
+wrap = 3

@@ -1,0 +1,7 @@
+"""Zero2 of zero.py: optimizer states and gradients are sharded."""
+
+from zero import Zero2
+
+
+def wrap(module):
+    return Zero2(module)

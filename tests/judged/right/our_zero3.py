@@ -1,0 +1,7 @@
+"""Zero3 of zero.py: optimizer states, gradients and parameters are sharded."""
+
+from zero import Zero3
+
+
+def wrap(module):
+    return Zero3(module)
