@@ -29,21 +29,16 @@ five ranks and more, and of parameters that are not cut: `python -m pytest`, whi
 import argparse
 import dataclasses
 import functools
-import gc
 import itertools
 import math
 import multiprocessing.forkserver
 import os
 import pathlib
-import re
-import runpy
 import signal
 import sys
-import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from functools import partial, reduce
-from unittest import mock
 
 if __name__ == "__main__":
     # For all processes: one thread a rank, no warnings of torch's.
@@ -51,6 +46,8 @@ if __name__ == "__main__":
                       PYTHONWARNINGS="ignore", PYTHONPATH=os.pathsep.join(sys.path))
     # Ranks are forked by a server, in 0.02 s. It loads torch, and this file, while we do. It must
     # not start an accelerator, which no fork could use: so nothing here does when it is imported.
+    # Nor may it load a verify.py or a model.py from where we were called, as Python would.
+    os.environ["PYTHONSAFEPATH"] = "1"
     multiprocessing.set_forkserver_preload(["verify"])
     multiprocessing.forkserver.ensure_running()
 
@@ -61,24 +58,22 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import ddp
 import oracle
 from ddp import DDP
 from model import GPT, GPTConfig
-from tests.ranks import check, grid, Groups, only_full, Row, rows_of, run_parts
+from tests.hints import difference
+from tests.measure import (Chain, evaluation, every_collective, four_announced, four_micro_steps,
+                           four_of_which_one_is_synced, IN_ANOTHER_ORDER, live_bytes, one_step,
+                           one_unit, part_of_others, Registered, second_step, unsynced_step)
+from tests.own import on_device, own_file
+from tests.ranks import (check, chosen, device, Failure, grid, JUDGED, only_full, print_names,
+                         PROVED, rows_of, run_parts)
 from zero import Zero1, Zero2, Zero3, find_units
 
 STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
-
-
-def device():
-    """Where these ranks' modules are: the first kind that their group serves. Torch says of gloo's
-    that it is "cpu:gloo,cuda:gloo", and of NCCL's "cuda:nccl"."""
-    kind, *_ = dist.get_backend_config().split(":")
-    return torch.device(kind)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -101,13 +96,13 @@ def adamw(parameters, kind=torch.optim.AdamW, foreach=False, **options):
     return kind(groups, lr=1e-2, fused=False, foreach=foreach, **options)
 
 
-def clip_by_hand(gradients, divide_by):
-    """Divide sums, and clip the result to MAX_NORM, by one product with
-    min(1, MAX_NORM / (norm + 1e-6)) / divide_by, which is computed in float64 and rounded to fp32
+def clip_by_hand(gradients, divide_by, max_norm=MAX_NORM):
+    """Divide sums, and clip the result to max_norm, by one product with
+    min(1, max_norm / (norm + 1e-6)) / divide_by, which is computed in float64 and rounded to fp32
     once. Return the norm after the division."""
     squares = [gradient.double().square().sum() for gradient in gradients]
     norm = torch.stack(squares).sum().sqrt() / divide_by
-    factor = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0) / divide_by
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) / divide_by
     for gradient in gradients:
         gradient.mul_(factor.float())
     return norm
@@ -125,14 +120,15 @@ def make_optimizers(make, parameters):
 
 
 @functools.cache  # several wrappers are compared with it
-def reference(name, groups, factor, optimizer=None):
-    """Train a module of the zoo -> ({what: tensor}, {what: [what each group has added to it]}).
+def reference(name, groups, factor, optimizer=None, max_norm=MAX_NORM):
+    """Train a module of the zoo -> ({what: tensor}, {what: [what each group has added to it]},
+    [{name: parameter} after each step]).
 
     groups: the numbers of a step's micro batches. Those that a rank adds by itself are a group: for
     two ranks with two micro-steps each, the first in no_sync(), ((0, 2), (1, 3)). The gradient of a
     group is their sum, as autograd accumulates it. Gradients of groups are multiplied by
     1 / factor, then added in this order, 16-bit ones in fp32. One product makes the mean over micro
-    batches of that, and clips it. optimizer: as of `distributed`.
+    batches of that, and clips it to max_norm. optimizer: as of `distributed`.
     """
     module = fresh(name)
     task = task_of(name)
@@ -140,6 +136,7 @@ def reference(name, groups, factor, optimizer=None):
     divide_by = sum(len(numbers) for numbers in groups) / factor  # what is left to divide by
     expected = {}
     contributions = {}
+    after_steps = []
     for step in range(STEPS):
         of_groups = []  # {name: gradient} of each
         for numbers in groups:
@@ -161,14 +158,15 @@ def reference(name, groups, factor, optimizer=None):
                 expected[what] = p.grad.clone()
                 nothing = torch.zeros_like(p)
                 contributions[what] = [of_group.get(n, nothing) / factor for of_group in of_groups]
-        norm = clip_by_hand(gradients, divide_by)
+        norm = clip_by_hand(gradients, divide_by, max_norm)
         assert norm > 0, f"{name}: all gradients are zero, so nothing is compared"
         expected[f"step {step + 1}, norm"] = norm.float()
         for each in optimizers:
             each.step()
-    for n, p in module.named_parameters():
-        expected[f"in the end, {n}"] = p.detach()
-    return expected, contributions
+        after_steps.append({n: p.detach().clone() for n, p in module.named_parameters()})
+    for n, p in after_steps[-1].items():
+        expected[f"in the end, {n}"] = p
+    return expected, contributions, after_steps
 
 
 # -------------------------------------------------------------------------------------------------
@@ -346,51 +344,6 @@ def is_same(a, b):
     return has_same_type and torch.equal(a, b) and torch.equal(a.signbit(), b.signbit())
 
 
-def difference(what, expected, found, contributions=()):
-    """How a tensor differs from the one that is expected, and the mistake that looks like it."""
-    right = expected[what]
-    if found.shape != right.shape or found.dtype != right.dtype:
-        return (f"is {tuple(found.shape)} {found.dtype}, expected is {tuple(right.shape)} "
-                f"{right.dtype}")
-    is_alike = partial(torch.allclose, rtol=0.02 if right.dtype.itemsize == 2 else 1e-4, atol=1e-9)
-    found = found.double()
-    right = right.double()
-    if found.isnan().any():
-        return "has nan: it was read before it was there, or never written?"
-    ratio = (found.norm() / right.norm()).item()
-    fact = f"has norm {ratio:.4f} x expected, largest difference {(found - right).abs().max():.2g}"
-    for text, suspect in suspects(what, expected, found, ratio, contributions):
-        if is_alike(found, suspect.double()):
-            return f"{fact}: {text}"
-    if is_alike(found.flatten().sort().values, right.flatten().sort().values):
-        return f"{fact}: the right values are in wrong places"
-    return fact
-
-
-def suspects(what, expected, found, ratio, contributions):
-    """Pairs: what a mistake looks like, and the tensor that it makes."""
-    right = expected[what].double()
-    zero = torch.zeros_like(right)
-    yield "rounded in another way: added in another order, or multiplied once more?", right
-    yield "zero where it should not be", zero
-    if right.numel() < 4:
-        return  # too few to tell
-    mistake = "added twice, or not divided?" if ratio > 1 else "divided twice?"
-    yield f"all elements alike: {mistake}", ratio * right
-    parts = contributions[what] if what in contributions else {}
-    for who in parts:
-        others = [part for other, part in parts.items() if other != who]
-        yield f"as if {who} had not sent", sum(others, zero)
-    for who, part in parts.items():
-        yield f"as if only {who} had sent", part
-    for other, t in expected.items():
-        if other != what and t.shape == right.shape:
-            t = t.double()
-            yield f"it is {other}", t
-            times = (found - right).flatten().dot(t.flatten()) / t.square().sum()
-            yield f"{times:.3g} x {other} is added to it: not zeroed?", right + times * t
-
-
 # -------------------------------------------------------------------------------------------------
 # the zoo: modules as people have them
 #
@@ -456,18 +409,19 @@ class Even(Odd):
 
 
 class Mixed(nn.Module):
-    """Layers in fp32, fp64 and bf16, the first called again, and buffers that follow the batches of
-    a rank. Each layer is a unit without submodules, so nothing but its own call gathers it.
+    """Layers in fp32, fp64 and bf16, or of other dtypes, the first called again, and buffers that
+    follow the batches of a rank. Each layer is a unit without submodules, so nothing but its own
+    call gathers it.
 
     A bucket has one dtype, and gloo sums bf16 in bf16, where 256 + 1 = 256. A BatchNorm has other
     statistics on each rank, unless rank 0's are sent before every forward, as torch DDP does.
     """
 
-    def __init__(self):
+    def __init__(self, *dtypes, eps=1e-5):
         super().__init__()
-        kinds = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
+        kinds = dtypes or (torch.float32, torch.float64, torch.bfloat16, torch.float32)
         self.layers = nn.ModuleList(nn.Linear(5, 5, dtype=dtype) for dtype in kinds)
-        self.norm = nn.BatchNorm1d(5)
+        self.norm = nn.BatchNorm1d(5, eps)
 
     def forward(self, x, turn):
         for i in (0, 1, 0, 2, 3):
@@ -576,6 +530,18 @@ class Caller(nn.Module):
         return self.layers[3](x).square().mean()
 
 
+class Scaled(nn.Module):
+    """A buffer counts: the gradient is wrong on a rank that has another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+
+    def forward(self, x, turn):
+        return self.layer(x * self.scale).square().mean()
+
+
 class Inside(nn.Module):
     """A forward with a backward inside, after which it reads a weight of its own."""
 
@@ -594,7 +560,8 @@ ZOO = {"gpt": Tokens, "odd": Odd, "mixed": Mixed, "experts": Experts, "caller": 
        "again": partial(Blocks, (3, 1, 0, 2, 2, 1), at_once=3, tied=True),
        "skipping": partial(Blocks, (0, 1, 2, 3), (0, 3), (2,), frozen=(1,))}
 MODULES = tuple(ZOO)  # "all modules" of a row; those that follow are of some
-ZOO |= {"even": Even, "inside": Inside,
+ZOO |= {"even": Even, "inside": Inside, "scaled": Scaled,
+        "batchnorm": partial(Mixed, *4 * [torch.float32], eps=0.1),
         "recomputed": partial(Tokens, activation_checkpointing=True)}
 
 
@@ -621,10 +588,10 @@ class Task:
 
 
 def task_of(name):
-    """Of a module of the zoo, or of a file."""
+    """Of a module of the zoo, or of a file, whose imports are open."""
     if name in ZOO:
         return Task(ZOO[name], zoo_loss)
-    in_file = runpy.run_path(name)
+    in_file = vars(own_file(name).module)
     for needed in ("module", "loss"):
         if needed not in in_file:
             raise ValueError(f"the file has no function named {needed}")
@@ -632,29 +599,6 @@ def task_of(name):
     task = Task(**{name: in_file[name] for name in names if name in in_file})
     task.loss = partial(on_device, task.loss)
     return task
-
-
-def on_device(loss, model, step, number):
-    """loss(model, step, number), where model is on an accelerator and loss may not know it. What is
-    given to model goes there, and if that was on the CPU, so goes what model returns."""
-    is_on_cpu = []
-
-    def move_there(_, inputs, options):
-        tensors = [t for t in tree_leaves((inputs, options)) if torch.is_tensor(t)]
-        is_on_cpu.append(any(t.is_cpu for t in tensors))
-        return tree_map_only(torch.Tensor, lambda t: t.to(device()), (inputs, options))
-
-    def move_back(_, inputs, output):
-        if not is_on_cpu.pop():
-            return output
-        return tree_map_only(torch.Tensor, torch.Tensor.cpu, output)
-
-    if device().type == "cpu":
-        return loss(model, step, number)
-    # First of all: FSDP2 moves inputs, too.
-    with (model.register_forward_pre_hook(move_there, prepend=True, with_kwargs=True),
-          model.register_forward_hook(move_back)):
-        return loss(model, step, number)
 
 
 def fresh(name):
@@ -895,7 +839,7 @@ def bits_of_one_process(wrapper, modules, **options):
 def compare(wrap, name, where, micro_steps=1, each_synced=False, factor=1, optimizer=None):
     """Train a module in one process and on these ranks, in a wrapper: all bits are the same."""
     groups = dealt(dist.get_world_size(), micro_steps, each_synced)
-    expected, by_group = reference(name, groups, factor or dist.get_world_size(), optimizer)
+    expected, by_group, _ = reference(name, groups, factor or dist.get_world_size(), optimizer)
     kind = "micro batch" if each_synced else "rank"
     who = [f"{kind} {number}" for number in range(len(groups))]
     contributions = {what: dict(zip(who, by_group[what])) for what in by_group}
@@ -959,48 +903,8 @@ def bits_of_torch(torchs, ours, modules, torch_optimizer=None, **options):
 OF_TORCH = ("torch ddp", "fsdp2")
 
 
-@check(limit_s=600)
-def own_module(wrapper, file):
-    """For --module: the module of a file has the bits of one process in each of three steps."""
-    task = task_of(file)
-
-    def wrap(module):
-        options = {}
-        if task.units is not None and wrapper in (*STAGES, "fsdp2"):
-            options["units"] = task.units(module)
-        if task.uncut is not None and wrapper in STAGES:
-            return uncut(STAGES[wrapper], module, task.uncut(module), **options)
-        return WRAPPERS[wrapper](module, **options)
-
-    # Not all of torch's wrappers have set_gradient_divide_factor().
-    compare(wrap, file, wrapper, factor=None if wrapper in OF_TORCH else 1)
-
-
 # -------------------------------------------------------------------------------------------------
 # 4. formulas of bytes: what a rank receives, and what it holds
-
-
-class Chain(nn.Module):
-    """n units of width x width, and a root of 4,096 numbers: 1,024 chunks of it need no padding.
-    recomputed: all units in one checkpoint."""
-
-    def __init__(self, n, width, recomputed=False):
-        super().__init__()
-        self.recomputed = recomputed
-        self.units = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(n))
-        self.scale = nn.Parameter(torch.ones(4096))
-
-    def some(self, x, n):
-        for unit in self.units[:n]:
-            x = unit(x).tanh()
-        return x
-
-    def forward(self, x, n=99):
-        if self.recomputed:
-            x = checkpoint(self.some, x, n, use_reentrant=False)
-        else:
-            x = self.some(x, n)
-        return x.square().mean() * self.scale.square().mean()
 
 
 def formula_of_traffic(mode, micro_steps, still_whole=0):
@@ -1031,45 +935,6 @@ def formula_of_bytes(mode, W, param_bytes=4, reduce_bytes=4):
         parameters += shard
     gradients = 4 if mode == "zero1" and reduce_bytes == 4 else shard
     return parameters, gradients, 2 * shard
-
-
-# What traffic is measured of.
-
-
-def one_step(model, x):
-    model(x).backward()
-
-
-def unsynced_step(model, x):
-    with model.no_sync():
-        model(x).backward()
-
-
-def evaluation(model, x):
-    with torch.no_grad():
-        model(x)
-
-
-def one_unit(model, x):
-    model.module.units[3](x)
-
-
-def four_micro_steps(model, x):
-    for _ in range(4):
-        model(x).backward()
-
-
-def four_of_which_one_is_synced(model, x):
-    with model.no_sync():
-        for _ in range(3):
-            model(x).backward()
-    model(x).backward()
-
-
-def four_announced(model, x):
-    for micro_step in range(4):
-        model.set_is_last_backward(micro_step == 3)
-        model(x).backward()
 
 
 @check(*grid(W=(2,), wrapper=("ddp", *STAGES)), *grid(W=(3,), wrapper=("ddp", "zero3")),
@@ -1200,84 +1065,6 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
     assert live_bytes() - before <= 4096, f"{live_bytes() - before} bytes are left"
 
 
-class Registered(nn.Module):
-    """An embedding and six blocks of its size. It uses its parts in the order of USE, and has
-    registered them in that of names."""
-
-    USE = ("first", "down_0", "down_1", "middle_0", "middle_1", "up_0", "up_1")
-    WIDTH = 64
-
-    def __init__(self, names):
-        super().__init__()
-        parts = {"first": nn.Embedding(self.WIDTH, self.WIDTH)}
-        for name in self.USE[1:]:
-            parts[name] = nn.Linear(self.WIDTH, self.WIDTH, bias=False)
-        for name in names:
-            self.add_module(name, parts[name])
-
-    def units(self):
-        return [self.get_submodule(name) for name in self.USE[1:]]
-
-    def forward(self, idx):
-        x = self.first(idx)
-        for unit in self.units():
-            x = unit(x).tanh()
-        return x.square().mean()
-
-
-IN_ANOTHER_ORDER = {
-    "embedding_last": (*Registered.USE[1:], "first"),
-    "middle_last": ("first", "down_0", "down_1", "up_0", "up_1", "middle_0", "middle_1"),
-    "backwards": Registered.USE[::-1]}
-
-
-def second_step(wrapper, names):
-    """What the second step of `Registered` shows, in which the order of use is known: (elements
-    that a rank receives, messages, the part of the gradients that come after the first bucket was
-    launched, bytes held after a step, bytes more when the last block goes back)."""
-    before = live_bytes()
-    module = Registered(names).to(device())
-    block = module.WIDTH**2
-    came, received = [], []
-    for p in module.parameters():
-        p.register_hook(lambda gradient: came.append(gradient.numel()))
-    if wrapper == "ddp":
-        model = DDP(module, bucket_cap_mb=4 * block / 2**20)  # a bucket for each block
-    else:
-        model = STAGES[wrapper](module, units=module.units())
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    bytes_at = {}
-
-    def note(operation, tensors):
-        received.append(part_of_others(operation) * tensors[0].numel())
-
-    def note_bytes(*_):
-        bytes_at["backward"] = live_bytes() - before
-
-    def step():
-        model(torch.arange(4, device=device())).backward()
-        optimizer.step()
-        bytes_at["step"] = live_bytes() - before
-        optimizer.zero_grad()
-
-    step()
-    hook = module.down_0.register_full_backward_hook(note_bytes)
-    step()
-    hook.remove()
-    launched = []
-    real = model._start_reduction
-
-    def start_reduction(bucket):
-        launched.append(sum(came))
-        real(bucket)
-
-    came.clear()
-    with every_collective(note), mock.patch.object(model, "_start_reduction", start_reduction):
-        step()
-    overlapped = 1 - launched[0] / sum(came)
-    return sum(received), len(received), overlapped, bytes_at["step"], bytes_at["backward"]
-
-
 @check(*grid(W=(2,), wrapper=("ddp", *STAGES), order=IN_ANOTHER_ORDER),
        *only_full(grid(W=(3, 4), wrapper=("ddp", *STAGES), order=IN_ANOTHER_ORDER)))
 def order_of_use(wrapper, order):
@@ -1286,9 +1073,15 @@ def order_of_use(wrapper, order):
     the first block come after that was launched. From the second step on, since the first shows the
     order of use."""
     W = dist.get_world_size()
-    in_order = second_step(wrapper, Registered.USE)
-    found = second_step(wrapper, IN_ANOTHER_ORDER[order])
     n, block = len(Registered.USE), Registered.WIDTH**2
+
+    def wrap(module):
+        if wrapper == "ddp":
+            return DDP(module, bucket_cap_mb=4 * block / 2**20)  # a bucket for each block
+        return STAGES[wrapper](module, units=module.units())
+
+    in_order = second_step(wrap, Registered.USE)
+    found = second_step(wrap, IN_ANOTHER_ORDER[order])
     received, messages, overlapped, after_step, backward = found
     # The embedding belongs to the root, which stays whole, as the last two blocks.
     elements = formula_of_traffic(wrapper, 1, still_whole=3 / n) * (1 - 1 / W) * n * block
@@ -1305,57 +1098,6 @@ def order_of_use(wrapper, order):
     assert 0.97 * held <= after_step <= 1.03 * held, f"{after_step} bytes, expected are {held:.0f}"
     assert backward <= held + 4 * more * block, (
         f"{backward} bytes in a backward, expected are at most {more:.1f} blocks above {held:.0f}")
-
-
-# Those of this version of torch; not `send`, whose bytes its `recv` counts.
-COLLECTIVES = [name for name in dir(dist.ProcessGroup)
-               if re.match("_?(all|broadcast|gather|recv|reduce|scatter)", name)]
-
-
-@contextmanager
-def every_collective(note):
-    """Call note(operation, [its tensors]) before each, in whichever thread.
-
-    What torch.distributed's functions send goes through these methods of ProcessGroup: so what a
-    wrapper sends can be counted without knowing how it sends it.
-    """
-    def tapped(name, real):
-        def tap(group, tensors, *arguments, **options):
-            note(name, [tensors] if torch.is_tensor(tensors) else tensors)
-            return real(group, tensors, *arguments, **options)
-        return tap
-
-    taps = {name: tapped(name, getattr(dist.ProcessGroup, name)) for name in COLLECTIVES}
-    coalesced = tapped("coalesced", dist._broadcast_coalesced)  # of buffers; it calls C++ by itself
-    with (mock.patch.multiple(dist.ProcessGroup, **taps),
-          mock.patch.object(dist, "_broadcast_coalesced", coalesced)):
-        yield
-
-
-# Torch's own all-gather and all-to-all, which accelerators have, by their old and new names.
-WITH_OWN_CHUNK = ("_allgather_base", "all_gather_single", "alltoall_base", "all_to_all_single")
-
-
-def part_of_others(operation):
-    """Of what a collective writes: the part that has come from other ranks."""
-    return 1 - 1 / dist.get_world_size() if operation in WITH_OWN_CHUNK else 1
-
-
-def live_bytes():
-    """Bytes of all tensors on these ranks' device that Python can reach, each storage once. Not
-    seen is what C++ alone holds, such as what autograd has saved.
-
-    Exact where the resident set of a process is noise: it counts pages, and allocators keep them.
-    """
-    time.sleep(0.05)  # for threads to let go of what they have sent
-    gc.collect()
-    kind = device().type
-    storages = {}
-    for t in gc.get_objects():
-        if issubclass(type(t), torch.Tensor) and t.device.type == kind:
-            storage = t.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 # Each part of the proof: what it claims, and the checks that show it. Memory is first, as its row
@@ -1375,42 +1117,23 @@ PROOF = {
 # the command line
 
 
-def chosen_parts(names, is_full):
-    """{claim: rows} of the proof: those whose name has one of these names in it, or all."""
-    parts = {}
-    for claim, checks in PROOF.items():
-        for function in checks:
-            for row in rows_of(function, is_full):
-                if not names or any(name in row.name for name in names):
-                    parts.setdefault(claim, []).append(row)
-    return parts
+def parts_of(options, parser):
+    """{claim: rows} of the proof, or of a user's file, which is tried out before, and what is said
+    of a file that cannot be."""
+    file = options.module or options.wrapper
+    if not file:
+        return {claim: [row for function in checks for row in rows_of(function, options.full)]
+                for claim, checks in PROOF.items()}
+    if options.module and options.wrapper:
+        parser.exit(2, "verify.py: --module and --wrapper are two questions: ask one of them\n")
+    from tests.judge import rows_of_module, rows_of_wrapper  # which has much from here
 
-
-def try_out(file):
-    """A step of the module of a file, in one process."""
-    task = task_of(file)
-    module = fresh(file)
-    make_optimizers(task.optimizer, module.parameters())
-    task.loss(module, 0, 0).backward()
-
-
-def rows_of_file(file, kind, parser):
-    """For --module. Torch's wrappers do not count: from W = 3 on they add in another order."""
-    path = str(pathlib.Path(file).resolve())
-    sys.path.append(os.path.dirname(path))  # for what the file imports; ranks have it from here
-    groups = Groups(kind)
+    rows_of_file = rows_of_module if options.module else rows_of_wrapper
     try:
-        groups.run(try_out, dict(file=path), 1, own_module.limit_s)
-    except AssertionError as error:
-        fact = str(error).removeprefix("rank 0: ")
+        return rows_of_file(str(pathlib.Path(file).resolve()), options.device)
+    except Failure as failure:
+        fact = str(failure).removeprefix("rank 0: ")
         parser.exit(2, f"verify.py: {file}: {fact}\n")
-    groups.kill()
-    rows = []
-    for W in (1, 2, 3):
-        for wrapper in ("naive", "ddp", *STAGES, *OF_TORCH):
-            arguments = dict(wrapper=wrapper, file=path)
-            rows.append(Row(own_module, W, arguments, counts=wrapper not in OF_TORCH))
-    return rows
 
 
 def main():
@@ -1418,8 +1141,9 @@ def main():
     parser.add_argument("names", nargs="*", metavar="NAME",
                         help="only rows whose name has NAME in it, such as 'one_process W=2 zero3'")
     parser.add_argument("--full", action="store_true", help="all rows, not samples")
-    parser.add_argument("--list", action="store_true", help="list the checks and their claims")
+    parser.add_argument("--list", action="store_true", help="list claims, checks, names of rows")
     parser.add_argument("--module", metavar="FILE", help="compare all wrappers of its module()")
+    parser.add_argument("--wrapper", metavar="FILE", help="judge what its wrap(module) returns")
     parser.add_argument("--device", metavar="KIND", default="cpu",
                         help="cpu, or an accelerator, such as cuda: ranks share it [cpu]")
     options = parser.parse_args()
@@ -1429,21 +1153,16 @@ def main():
         parser.exit(2, f"verify.py: --device {options.device} is not on this machine: choose "
                        f"{' or '.join(kinds)}\n")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all, not the row that is under way
-    if options.module:
-        claim = f"The module of {options.module} ends on the bits of one process, in any wrapper"
-        parts = {claim: rows_of_file(options.module, options.device, parser)}
-    else:
-        parts = chosen_parts(options.names, options.full)
+    parts = chosen(parts_of(options, parser), options.names)
     if not parts:
         parser.exit(2, f"verify.py: no row has a name with {' or '.join(options.names)}: --list "
-                       f"shows checks, some rows run with --full only, and `python -m pytest -k "
+                       f"shows names, some rows run with --full only, and `python -m pytest -k "
                        f"NAME` runs what is in tests/\n")
     if options.list:
-        for rows in parts.values():
-            for function in dict.fromkeys(row.check for row in rows):
-                print(f"{function.__name__:22s} {' '.join(function.__doc__.split())}")
+        print_names(parts)
         return 0
-    return 1 if run_parts(parts, options.device) else 0
+    n_bad = run_parts(parts, options.device, JUDGED if options.wrapper else PROVED)
+    return 1 if n_bad else 0
 
 
 if __name__ == "__main__":

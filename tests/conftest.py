@@ -55,7 +55,8 @@ def pytest_sessionstart(session):
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.resume_global_capture()  # what ranks print is shown with the test
     multiprocessing.set_forkserver_preload(PRELOAD)
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+    # Nothing from where pytest was called comes before our own files.
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path), PYTHONSAFEPATH="1"):
         multiprocessing.forkserver.ensure_running()
     capture.suspend_global_capture()
 
@@ -149,7 +150,7 @@ def pytest_pyfunc_call(pyfuncitem):
     call = dict(function=function, arguments={name: given[name] for name in names})
     fact = None
     try:
-        outcome = given["groups"].run(on_rank, call, given["W"], limit_of(pyfuncitem, 60))
+        outcome, *_ = given["groups"].run(on_rank, call, given["W"], limit_of(pyfuncitem, 60))
     except AssertionError as error:
         fact = str(error)
     if fact is not None:  # not inside of `except`, or pytest would tell it twice

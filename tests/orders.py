@@ -15,8 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp import DDP
+from tests.measure import every_collective, live_bytes
 from tests.ranks import Ranks
-from verify import every_collective, fsdp2, live_bytes, STAGES
+from verify import fsdp2, STAGES
 
 D = 32
 BUCKET_MB = 4 * 8 * D * D / 2**20  # about a layer of a transformer
@@ -321,8 +322,9 @@ def table():
     for W in (2, 3):
         ranks = Ranks(W)
         for name, wrapper in itertools.product(MODELS, WRAPPERS):
-            found = ranks.run(watch, dict(wrapper=wrapper, name=name), 60)
-            in_order = ranks.run(watch, dict(wrapper=wrapper, name=name, is_in_order=True), 60)
+            found, *_ = ranks.run(watch, dict(wrapper=wrapper, name=name), 60)
+            options = dict(wrapper=wrapper, name=name, is_in_order=True)
+            in_order, *_ = ranks.run(watch, options, 60)
             cells = [name, wrapper, W]
             for what, form in (("overlapped", "{:.2f}"), ("messages", "{}"), ("elements", "{}"),
                                ("growth", "{:.1f}")):

@@ -13,6 +13,11 @@ import sys
 from importlib.machinery import PathFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.ranks import device
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent  # of the project
 
 
@@ -161,3 +166,26 @@ def has_code(spec):
         return True
     parts = [pathlib.Path(part) for part in spec.submodule_search_locations]
     return any(any(part.glob(files)) for part in parts for files in ("*.py", "*/*.py"))
+
+
+def on_device(loss, model, step, number):
+    """loss(model, step, number), where model is on an accelerator and loss may not know it. What is
+    given to model goes there, and if that was on the CPU, so goes what model returns."""
+    is_on_cpu = []
+
+    def move_there(_, inputs, options):
+        tensors = [t for t in tree_leaves((inputs, options)) if torch.is_tensor(t)]
+        is_on_cpu.append(any(t.is_cpu for t in tensors))
+        return tree_map_only(torch.Tensor, lambda t: t.to(device()), (inputs, options))
+
+    def move_back(_, inputs, output):
+        if not is_on_cpu.pop():
+            return output
+        return tree_map_only(torch.Tensor, torch.Tensor.cpu, output)
+
+    if device().type == "cpu":
+        return loss(model, step, number)
+    # First of all: FSDP2 moves inputs, too.
+    with (model.register_forward_pre_hook(move_there, prepend=True, with_kwargs=True),
+          model.register_forward_hook(move_back)):
+        return loss(model, step, number)

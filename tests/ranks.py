@@ -59,6 +59,13 @@ def only_full(rows):
     return [dict(row, only_full=True) for row in rows]
 
 
+def device():
+    """Where these ranks' modules are: the first kind that their group serves. Torch says of gloo's
+    that it is "cpu:gloo,cuda:gloo", and of NCCL's "cuda:nccl"."""
+    kind, *_ = dist.get_backend_config().split(":")
+    return torch.device(kind)
+
+
 def end_with_parent():
     """End this rank when its parent is killed: else it would wait for a call for ever."""
     multiprocessing.parent_process().join()
@@ -76,6 +83,7 @@ def join_group(rank, W, folder, kind):
     os.setpgid(0, 0)  # to be killed together with the programs that it starts
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
+    os.environ.pop("PYTHONSAFEPATH", None)  # it was for the server
     if kind == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nobody takes a GPU by himself
     else:
@@ -117,6 +125,14 @@ def attempt(function, arguments):
             sys.stderr.flush()
 
 
+class Failure(AssertionError):
+    """What has gone wrong on a group of ranks. how: a rank "raised" or "died", or they "hung"."""
+
+    def __init__(self, how, text):
+        super().__init__(text)
+        self.how = how
+
+
 class Ranks:
     """W processes in one group, reused for any number of checks; see `join_group` for W > 4.
 
@@ -136,12 +152,12 @@ class Ranks:
         try:
             self.pids = [future.result() for future in futures]
         except BrokenProcessPool:  # as where an accelerator has no memory for one more process
-            raise AssertionError("a rank could not join: its error is above") from None
+            raise Failure("died", "a rank could not join: its error is above") from None
 
     def run(self, function, arguments, limit_s):
-        """function(**arguments) on every rank -> what rank 0 returns. Raises AssertionError, which
-        says what has failed, and on which ranks. Then the ranks are of no more use, as some may be
-        inside a collective.
+        """function(**arguments) on every rank -> [what rank 0 returns, what rank 1 returns, ...].
+        Raises Failure, which says what has failed, and on which ranks. Then the ranks are of no
+        more use, as some may be inside a collective.
 
         The others get a second to say what they saw: the rank that is first to raise is often the
         one that noticed, not the one to blame.
@@ -149,17 +165,20 @@ class Ranks:
         try:
             futures = [pool.submit(attempt, function, arguments) for pool in self.pools]
         except BrokenProcessPool:
-            raise AssertionError("a rank has died since the check before") from None
+            raise Failure("died", "a rank has died since the check before") from None
         wait(futures, limit_s, FIRST_EXCEPTION)
         done, working = wait(futures, timeout=1)
         ranks_of = defaultdict(list)  # {what has failed: ranks}
+        how = "raised"
         for rank, future in enumerate(futures):
             if future in done and future.exception() is not None:
                 text = str(future.exception())
                 if isinstance(future.exception(), BrokenProcessPool):
                     text = "its process has died"
+                    how = "died"
                 ranks_of[text].append(rank)
         if working and not ranks_of:
+            how = "hung"
             still = [rank for rank, future in enumerate(futures) if future in working]
             ranks_of[f"killed after {limit_s} s, its limit"] = still
         if ranks_of:
@@ -168,8 +187,8 @@ class Ranks:
             facts = []
             for text, ranks in (causes or ranks_of).items():
                 facts.append(f"rank {', '.join(map(str, ranks))}: {text}")
-            raise AssertionError("\n    ".join(facts))
-        return futures[0].result()
+            raise Failure(how, "\n    ".join(facts))
+        return [future.result() for future in futures]
 
     def kill(self):
         for pid in self.pids:
@@ -197,7 +216,7 @@ class Groups:
             self.of_size[W] = Ranks(W, self.kind)
         try:
             return self.of_size[W].run(function, arguments, limit_s)
-        except AssertionError:
+        except Failure:
             self.of_size.pop(W).kill()
             raise
 
@@ -207,20 +226,33 @@ class Groups:
         self.of_size.clear()
 
 
+def passed_or_failed(answers, failure):
+    """The outcome of a check that asserts, and what there is to say."""
+    return ("passed", "") if failure is None else ("failed", str(failure))
+
+
 @dataclasses.dataclass
 class Row:
     """A check with arguments, on W ranks. Its name, by which it is chosen, is such as
-    "bits_of_one_process W=2 zero3, all modules"."""
+    "bits_of_one_process W=2 zero3, all modules".
+
+    outcome_of: a function of the ranks' answers, or None, and of the failure, or None, which
+    returns the outcome, a word or two, and a text.
+    """
     check: object
     W: int
     arguments: dict
     counts: bool = True  # otherwise a failure is only shown
+    outcome_of: object = passed_or_failed
 
     @property
     def words(self):
-        """Of the name: values that speak for themselves, others with the argument's name."""
+        """Of the name: values that speak for themselves, others with the argument's name. A file is
+        the same in all rows of a table."""
         words = []
         for name, value in self.arguments.items():
+            if name == "file":
+                continue
             if isinstance(value, tuple):
                 words.append(" ".join(value))
             elif isinstance(value, str):
@@ -236,19 +268,31 @@ class Row:
     def run(self, groups):
         """-> (outcome, a line that says so)"""
         start_s = time.monotonic()
-        outcome, text = "passed", ", ".join(self.words)
-        try:
-            if self.W > 4 and groups.kind != "cpu":
+        name = ", ".join(self.words)
+        if self.W > 4 and groups.kind != "cpu":
+            outcome = "skipped"
+            text = (f"{name}, skipped: torch's fake group adds nothing up, and on accelerators "
+                    f"stages compare a sum")
+        else:
+            outcome, fact = self.outcome_of(*self.answers(groups))
+            if outcome == "passed":
+                text = name
+            elif outcome == "failed" and self.counts:
+                text = f"FAILED {name}\n    {fact}"
+            elif outcome == "failed":
                 outcome = "skipped"
-                text += (", skipped: torch's fake group adds nothing up, and on accelerators "
-                         "stages compare a sum")
+                text = f"{name}, not counted: {fact}"
             else:
-                groups.run(self.check, self.arguments, self.W, self.check.limit_s)
-        except AssertionError as error:
-            outcome = "failed" if self.counts else "skipped"
-            text = f"FAILED {text}\n    {error}" if self.counts else f"{text}, not counted: {error}"
+                text = ": ".join(part for part in (name, outcome, fact) if part)
         seconds = time.monotonic() - start_s
         return outcome, f"{self.check.__name__:22s} {self.W:>4} {seconds:7.1f}  {text}"
+
+    def answers(self, groups):
+        """-> (what each rank has returned, None), or (None, the failure)"""
+        try:
+            return groups.run(self.check, self.arguments, self.W, self.check.limit_s), None
+        except Failure as failure:
+            return None, failure
 
 
 def rows_of(check, is_full):
@@ -262,11 +306,43 @@ def rows_of(check, is_full):
     return list(rows.values())
 
 
-def run_parts(parts, kind):
+def chosen(parts, names):
+    """Of {claim: rows}: the rows whose name has one of these names in it, or all."""
+    some = {}
+    for claim, rows in parts.items():
+        for row in rows:
+            if not names or any(name in row.name for name in names):
+                some.setdefault(claim, []).append(row)
+    return some
+
+
+def print_names(parts):
+    """Of {claim: rows}: the claims, what each check does, and the names of its rows."""
+    for claim, rows in parts.items():
+        print(f"{claim}:")
+        before = None
+        for row in rows:
+            if row.check is not before:
+                print(f"\n  {row.check.__name__}: {' '.join(row.check.__doc__.split())}\n")
+            print(f"    {row.name}")
+            before = row.check
+        print()
+
+
+PROVED = ("passed", "failed")  # outcomes
+JUDGED = ("same bits", "close", "wrong", "refused", "hung", "died")
+BAD = ("failed", "wrong", "hung", "died")
+N_SHOWN = 10
+
+
+def run_parts(parts, kind, always=PROVED):
     """Run {claim: rows} on devices of a kind, print each claim and a line for each of its rows;
-    return the number of failures. These are printed once more at the end, where they are seen."""
+    return how many are bad. Of these the first ones are printed once more at the end, where they
+    are seen, and then how many rows had each outcome. always: those that are named, also if no row
+    had them."""
     print(f"{'check':22s} {'W':>4s} {'seconds':>7s}")
-    found = []
+    outcomes = []
+    bad = []
     lanes = Groups(kind), Groups(kind)  # rows run in two lanes at once
     for claim, rows in parts.items():
         print(f"\n{claim}:\n")
@@ -276,16 +352,20 @@ def run_parts(parts, kind):
             for row in left:
                 outcome, line = row.run(groups)
                 print(line, flush=True)
-                found.append((outcome, line))
+                outcomes.append(outcome)
+                if outcome in BAD:
+                    bad.append(line)
 
         with ThreadPoolExecutor(len(lanes)) as pool:
             list(pool.map(run_lane, lanes))  # raises what a lane has raised
     for groups in lanes:
         groups.kill()
-    for outcome, line in found:
-        if outcome == "failed":
-            print(line)
-    outcomes = Counter(outcome for outcome, _ in found)
-    skipped = f", {outcomes['skipped']} skipped" if outcomes["skipped"] else ""
-    print(f"{outcomes['passed']} passed, {outcomes['failed']} failed{skipped}")
-    return outcomes["failed"]
+    print()
+    for line in bad[:N_SHOWN]:
+        print(line)
+    if len(bad) > N_SHOWN:
+        print(f"and {len(bad) - N_SHOWN} more")
+    counts = Counter(dict.fromkeys(always, 0))
+    counts.update(outcomes)
+    print(", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
+    return len(bad)

@@ -9,7 +9,8 @@ import torch.nn as nn
 from ddp import first_names, named_tensors
 from tests.common import raises
 from tests.wrappers import WRAPPERS
-from verify import difference, no_sync, STAGES
+from tests.hints import difference
+from verify import no_sync, STAGES
 from zero import copy_of, PlainZero1
 
 

@@ -14,9 +14,10 @@ import torch.nn as nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.common import native, raises
+from tests.measure import every_collective
 from tests.scripts import Net
 from tests.wrappers import WRAPPERS
-from verify import every_collective, gather, STAGES
+from verify import gather, STAGES
 
 ALL = ["ddp", *STAGES]
 N_STEPS = 4

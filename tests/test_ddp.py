@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp
 from ddp import DDP
 from tests.common import native, planted, raises
+from tests.measure import Chain, every_collective, live_bytes
 from tests.wrappers import WRAPPERS
-from verify import BF16, Chain, every_collective, fresh, live_bytes, our_ddp, same_bits, small_gpt
+from verify import BF16, fresh, our_ddp, same_bits, small_gpt
 from zero import cast_floats, Zero2
 
 

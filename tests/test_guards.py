@@ -23,11 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from checkpoint import sharded_state
 from ddp import clip_gradients_, DDP
 from tests.common import full_training, planted, raises, training
+from tests.measure import every_collective
 from tests.params import ROOT
 from tests.runs import run_alone, run_train
 from tests.scripts import Net, note_script, run_script
 from tests.wrappers import PLAIN, WRAPPERS
-from verify import distributed, every_collective, fresh, no_sync, same_bits, STAGES, zoo_loss
+from verify import distributed, fresh, no_sync, same_bits, STAGES, zoo_loss
 
 
 def recorded(wrapper, name, **options):

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.common import full_training, native, planted, raises, training
+from tests.measure import every_collective
 from tests.params import full
 from tests.wrappers import foreach, Lamb, muon, sgd, WRAPPERS
-from verify import Block, distributed, every_collective, no_sync, Odd, same_bits, two_forwards
+from verify import Block, distributed, no_sync, Odd, same_bits, two_forwards
 
 
 def forwards_between(model, loss):

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from ddp import DDP, in_order_of_use, PlainDDP
 from tests import orders
 from tests.common import native, planted, raises
+from tests.measure import every_collective, live_bytes
 from tests.test_plain import PLAIN, Shared, step_of
-from verify import every_collective, live_bytes, STAGES
+from verify import STAGES
 from zero import PlainZero3, Zero3
 
 SMALL = 0.0003  # MB: a block of `Shared`

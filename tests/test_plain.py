@@ -13,8 +13,8 @@ import torch.distributed as dist
 import verify
 from ddp import DDP, PlainDDP, Reducer, TorchOptions, UnevenRanks, Wrapper
 from tests.common import planted, raises
-from verify import (ByHand, Chain, compare, distributed, every_collective, gather,
-                    live_bytes, memory_is_the_formulas, same_bits)
+from tests.measure import Chain, every_collective, live_bytes
+from verify import ByHand, compare, distributed, gather, memory_is_the_formulas, same_bits
 from zero import PlainZero1, PlainZero2, PlainZero3, Stage, StateDicts, Zero1, Zero2, Zero3
 
 STAGES = {}

@@ -22,10 +22,10 @@ import ddp
 import zero
 from model import GPT, GPTConfig, PRESETS
 from tests.common import full_training, on_meta, raises, training
+from tests.measure import Chain, every_collective, live_bytes
 from tests.params import full, ROOT
 from tests.wrappers import adafactor, Lamb, muon, PLAIN, WRAPPERS
-from verify import (Chain, compare, every_collective, fresh, gather, live_bytes, ORDERS, same_bits,
-                    small_gpt, STAGES, uncut, zoo_loss)
+from verify import compare, fresh, gather, ORDERS, same_bits, small_gpt, STAGES, uncut, zoo_loss
 from zero import PlainZero3, Zero2, Zero3
 
 FLAT_FP32 = ("gpt", "odd", "lora")
