@@ -77,10 +77,224 @@ STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 
 
 # -------------------------------------------------------------------------------------------------
-# 1. the reference: one process, a plain loop
+# the zoo: modules as people have them
+#
+# forward(x, turn) returns a scalar. x is (3, 5). The turn is 0, 1 or 2 and differs from rank to
+# rank; some modules use other parameters, or other units, in another turn. They are tiny, since
+# what goes wrong goes wrong at any size, and buckets of 1 kB stand for those of 25 MB.
 
-STEPS = 3  # what a step leaves behind shows in the next ones
-MAX_NORM = 0.05  # less than most norms
+
+def small_gpt(**options):
+    sizes = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_kv_head=2, n_embd=24)
+    return GPT(GPTConfig(**{**sizes, **options}))
+
+
+class Tokens(nn.Module):
+    """A GPT, whose embedding is its head: used first and last, and its gradient arrives twice.
+
+    options: of the GPT, such as activation_checkpointing.
+    """
+
+    def __init__(self, **options):
+        super().__init__()
+        self.gpt = small_gpt(**options)
+
+    def forward(self, x, turn):
+        idx = (10 * x.abs()).long()
+        _, loss = self.gpt(idx, idx.flip(0))
+        return loss
+
+
+class Odd(nn.Module):
+    """Parameters that are tied and transposed, frozen, never used, used in turn 0 only, of no
+    dimension or 0, 1, 7 and 1001 elements; a layer called twice. No unit but the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.inner.weight = nn.Parameter(self.inner.weight.detach().T)  # strides (1, 5)
+        self.outer.weight = self.inner.weight
+        self.sometimes, self.never = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(False)
+        self.wide = nn.Linear(5, 1001)
+        self.sizes = nn.ParameterList(torch.randn(shape) for shape in ((), (1,), (0,), (7,)))
+
+    def forward(self, x, turn):
+        x = self.inner(x).tanh() * self.sizes[0] + self.sizes[1]
+        x = self.frozen(self.outer(x))
+        if turn == 0:
+            x = self.sometimes(x)
+        x = self.inner(x)
+        return self.wide(x).square().mean() + self.sizes[2].sum() + self.sizes[3].exp().mean()
+
+
+class Even(Odd):
+    """What oracle.py can take of it: contiguous, and all ranks use the same parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner.weight = nn.Parameter(self.inner.weight.detach().contiguous())
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x, turn):
+        return super().forward(x, 0)
+
+
+class Mixed(nn.Module):
+    """Layers in fp32, fp64 and bf16, or of other dtypes, the first called again, and buffers that
+    follow the batches of a rank. Each layer is a unit without submodules, so nothing but its own
+    call gathers it.
+
+    A bucket has one dtype, and gloo sums bf16 in bf16, where 256 + 1 = 256. A BatchNorm has other
+    statistics on each rank, unless rank 0's are sent before every forward, as torch DDP does.
+    """
+
+    def __init__(self, *dtypes, eps=1e-5):
+        super().__init__()
+        kinds = dtypes or (torch.float32, torch.float64, torch.bfloat16, torch.float32)
+        self.layers = nn.ModuleList(nn.Linear(5, 5, dtype=dtype) for dtype in kinds)
+        self.norm = nn.BatchNorm1d(5, eps)
+
+    def forward(self, x, turn):
+        for i in (0, 1, 0, 2, 3):
+            layer = self.layers[i]
+            x = layer(x.to(layer.weight.dtype)).tanh()
+        return self.norm(x).exp().mean()
+
+
+class Block(nn.Module):
+    """A residual layer: a frozen weight, a trained correction of rank one, a parameter not used.
+
+    In LoRA most parameters are frozen, so they are in no bucket, but stage 3 still gathers them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
+        self.base.weight.requires_grad_(False)
+        self.down, self.up = nn.Linear(5, 1, bias=False), nn.Linear(1, 5)
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + (self.base(x) + self.up(self.down(x))).tanh()
+
+
+class Blocks(nn.Module):
+    """Four blocks, called in the order that the turn has.
+
+    at_once: so many blocks are recomputed together; tied: blocks share weights; frozen: blocks
+    without a gradient.
+
+    Ranks have different turns, so some skip a block whose collectives the others take part in.
+    What is gathered when must then not depend on what a rank itself has used, or they deadlock.
+    """
+
+    def __init__(self, *orders, at_once=0, tied=False, frozen=()):
+        super().__init__()
+        self.orders, self.at_once = orders, at_once
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 2)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        if tied:
+            self.layers[3].up.bias = self.layers[1].up.bias
+            self.layers[2].base = self.layers[0].base
+        for i in frozen:
+            self.layers[i].requires_grad_(False)
+
+    def some(self, x, numbers):
+        for i in numbers:
+            x = self.layers[i](x)
+        return x
+
+    def forward(self, x, turn):
+        x = self.first(x)
+        order = self.orders[turn % len(self.orders)]
+        if self.at_once == 0:
+            x = self.some(x, order)
+        else:
+            for i in range(0, len(order), self.at_once):
+                part = order[i:i + self.at_once]
+                x = checkpoint(self.some, x, part, use_reentrant=False)
+        return self.last(x).square().mean()
+
+
+class Experts(nn.Module):
+    """Five lists of three experts, in a list: a turn calls two experts of each, in an order of its
+    own, and no rank the third; turn 2 leaves out the first list, turn 1 the last three, so that it
+    begins its backward with a unit that has been freed. A bare parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.shift = nn.Linear(5, 5), nn.Parameter(torch.ones(5))
+        self.layers = nn.ModuleList()
+        for _ in range(5):
+            self.layers.append(nn.ModuleList(nn.Linear(5, 5) for _ in range(3)))
+
+    def forward(self, x, turn):
+        lists = ((0, 1, 2, 3, 4), (0, 1), (1, 2, 3, 4))[turn]
+        order = ((0, 1), (1, 0), (0,))[turn]
+        x = self.first(x)
+        for i in lists:
+            for j in order:
+                x = x + self.layers[i][j](x).tanh()
+        # With the shift a backward begins with a gradient, without it with a saved tensor.
+        return (x + self.shift if turn == 0 else x).square().mean()
+
+
+class Caller(nn.Module):
+    """A unit whose forward calls the three other units, through a list that torch does not see, and
+    reads its own weight after that. In stage 3 they have taken its memory by then."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        *others, last = self.layers
+
+        def forward(x):
+            for other in others:
+                x = other(x).tanh()
+            return F.linear(x, last.weight)
+
+        last.forward = forward
+        last.bias.requires_grad_(False)
+
+    def forward(self, x, turn):
+        return self.layers[3](x).square().mean()
+
+
+class Scaled(nn.Module):
+    """A buffer counts: the gradient is wrong on a rank that has another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+
+    def forward(self, x, turn):
+        return self.layer(x * self.scale).square().mean()
+
+
+class Inside(nn.Module):
+    """A forward with a backward inside, after which it reads a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x, turn):
+        self.first(x).square().mean().backward()
+        return (x @ self.second).square().mean()
+
+
+ZOO = {"gpt": Tokens, "odd": Odd, "mixed": Mixed, "experts": Experts, "caller": Caller,
+       "lora": partial(Blocks, (0, 1, 2, 3), frozen=(2,)),
+       "again": partial(Blocks, (3, 1, 0, 2, 2, 1), at_once=3, tied=True),
+       "skipping": partial(Blocks, (0, 1, 2, 3), (0, 3), (2,), frozen=(1,))}
+MODULES = tuple(ZOO)  # "all modules" of a row; those that follow are of some
+ZOO |= {"even": Even, "inside": Inside, "scaled": Scaled,
+        "batchnorm": partial(Mixed, *4 * [torch.float32], eps=0.1),
+        "recomputed": partial(Tokens, activation_checkpointing=True)}
 
 
 def adamw(parameters, kind=torch.optim.AdamW, foreach=False, **options):
@@ -94,6 +308,186 @@ def adamw(parameters, kind=torch.optim.AdamW, foreach=False, **options):
         group.append(p)
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=others, weight_decay=0.0)]
     return kind(groups, lr=1e-2, fused=False, foreach=foreach, **options)
+
+
+def zoo_loss(model, step, number):
+    """The loss of a micro batch, which is a function of the step and its number in it: however
+    these are dealt to ranks and micro-steps, they are the same."""
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    x = torch.randn(3, 5, generator=generator).to(device())
+    return model(x, (step + number) % 3)
+
+
+@dataclasses.dataclass
+class Task:
+    """What is trained. A file for --module has functions of these names, the last three if needed:
+    module(), which builds it; loss(model, step, number) of a micro batch; optimizer(parameters),
+    which returns one, or a list, and is given parameters in the order of module.parameters();
+    units(model), for the stages and FSDP2; uncut(model), for the stages. The file need not know of
+    devices: see `on_device`."""
+    module: object
+    loss: object
+    optimizer: object = adamw
+    units: object = None
+    uncut: object = None
+
+
+def task_of(name):
+    """Of a module of the zoo, or of a file, whose imports are open."""
+    if name in ZOO:
+        return Task(ZOO[name], zoo_loss)
+    in_file = vars(own_file(name).module)
+    for needed in ("module", "loss"):
+        if needed not in in_file:
+            raise ValueError(f"the file has no function named {needed}")
+    names = [field.name for field in dataclasses.fields(Task)]
+    task = Task(**{name: in_file[name] for name in names if name in in_file})
+    task.loss = partial(on_device, task.loss)
+    return task
+
+
+def fresh(name):
+    torch.manual_seed(0)
+    return task_of(name).module().to(device())
+
+
+# -------------------------------------------------------------------------------------------------
+# the table: modules x wrappers x world sizes
+
+
+def begin_alike(module):
+    """Where a wrapper does not do it, a script has to: send rank 0's values to all ranks."""
+    for t in itertools.chain(module.parameters(), module.buffers()):
+        dist.broadcast(t.data, 0)
+
+
+class Oracle(nn.Module):
+    """An oracle of oracle.py, with the methods of a wrapper. `distributed` calls
+    `reduce_gradients` after the backwards of a step."""
+
+    def __init__(self, module, shard_group=None):
+        super().__init__()
+        self.module, self.shard_group = module, shard_group
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def full_parameters(self):
+        for name, p in self.module.named_parameters():
+            yield name, p.detach()
+
+    def clip_grad_norm_(self, max_norm):
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        return ddp.clip_gradients_(gradients, max_norm, self.shard_group)
+
+
+class Naive(Oracle):
+    """`average_gradients`: two collectives per parameter, after the backward."""
+    factor = None
+
+    def __init__(self, module):
+        super().__init__(module)
+        begin_alike(module)
+
+    def set_gradient_divide_factor(self, factor):
+        self.factor = factor
+
+    def reduce_gradients(self):
+        oracle.average_gradients(self.module, divide_factor=self.factor)
+
+
+class ByHand(Oracle):
+    """The three stages of oracle.py: their shards are pieces of rows."""
+
+    def __init__(self, stage, module, units=None):
+        super().__init__(module, dist.group.WORLD)
+        self.stage = stage
+        self.shapes = {name: p.shape for name, p in module.named_parameters()}
+        oracle.make_shards(module)
+        if stage >= 2:
+            oracle.reduce_in_backward(module)
+        if stage == 3:
+            oracle.gather_when_used(module, find_units(module) if units is None else units)
+
+    def forward(self, *inputs):
+        if self.stage < 3:
+            oracle.gather_parameters(self.module)  # what the step before has changed
+        return self.module(*inputs)
+
+    def reduce_gradients(self):
+        if self.stage == 1:
+            oracle.reduce_gradients(self.module)
+
+    def zero_grad(self, set_to_none=True):
+        for p in self.module.parameters():
+            assert p.grad is None, "a whole gradient is left"
+            p.shard.grad = None
+
+    def named_parameters(self, *_, **__):
+        for name, p in self.module.named_parameters():
+            yield name, p.shard
+
+    def shard_starts(self):
+        starts = {}
+        rank = dist.get_rank()
+        W = dist.get_world_size()
+        for name, shape in self.shapes.items():
+            pieces = torch.arange(shape.numel()).tensor_split(W)
+            starts[name] = sum(len(piece) for piece in pieces[:rank])
+        return starts
+
+    def full_parameters(self):
+        for name, p in self.module.named_parameters():
+            yield name, oracle.gather(p)
+
+
+def fsdp2(module, policy=MixedPrecisionPolicy(), units=None):
+    """fully_shard on units, which are the elements of lists unless given, and on the root."""
+    begin_alike(module)
+    if units is None:
+        units = itertools.chain(*(m for m in module.modules() if isinstance(m, nn.ModuleList)))
+    for m in (*units, module):
+        mesh = dist.DeviceMesh(device().type, range(dist.get_world_size()))
+        fully_shard(m, mesh=mesh, mp_policy=policy)
+    return module
+
+
+def uncut(stage, module, parameters=None, **options):
+    """A stage in which these parameters are not cut, or none is."""
+    parameters = set(module.parameters() if parameters is None else parameters)
+    model = stage(module, uncut=parameters, **options)
+    # For `put_together`.
+    model.uncut = {n for n, p in module.named_parameters() if p in parameters}
+    return model
+
+
+BF16 = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+our_ddp = partial(DDP, find_unused_parameters=True)
+torch_ddp = partial(DistributedDataParallel, find_unused_parameters=True)
+WRAPPERS = {
+    "naive": Naive,
+    "stage 1 by hand": partial(ByHand, 1),
+    "stage 2 by hand": partial(ByHand, 2),
+    "stage 3 by hand": partial(ByHand, 3),
+    "ddp": our_ddp,
+    "ddp, 1 kB": partial(our_ddp, bucket_cap_mb=0.001),
+    "ddp, 1 a bucket": partial(our_ddp, bucket_cap_mb=1e-6),
+    "ddp unsynced": partial(our_ddp, forward_sync_buffers=False),
+    **STAGES,
+    "zero1 bf16": partial(Zero1, **BF16),
+    "zero2 bf16": partial(Zero2, **BF16),
+    "zero3 bf16": partial(Zero3, **BF16),
+    "torch ddp": torch_ddp,
+    "torch ddp unsynced": partial(torch_ddp, forward_sync_buffers=False),
+    "fsdp2": fsdp2,
+    "fsdp2 bf16": partial(fsdp2, policy=MixedPrecisionPolicy(**BF16))}
+
+
+# -------------------------------------------------------------------------------------------------
+# 1. the reference: one process, a plain loop
+
+STEPS = 3  # what a step leaves behind shows in the next ones
+MAX_NORM = 0.05  # less than most norms
 
 
 def clip_by_hand(gradients, divide_by, max_norm=MAX_NORM):
@@ -345,397 +739,7 @@ def is_same(a, b):
 
 
 # -------------------------------------------------------------------------------------------------
-# the zoo: modules as people have them
-#
-# forward(x, turn) returns a scalar. x is (3, 5). The turn is 0, 1 or 2 and differs from rank to
-# rank; some modules use other parameters, or other units, in another turn. They are tiny, since
-# what goes wrong goes wrong at any size, and buckets of 1 kB stand for those of 25 MB.
-
-
-def small_gpt(**options):
-    sizes = dict(block_size=16, vocab_size=61, n_layer=2, n_head=4, n_kv_head=2, n_embd=24)
-    return GPT(GPTConfig(**{**sizes, **options}))
-
-
-class Tokens(nn.Module):
-    """A GPT, whose embedding is its head: used first and last, and its gradient arrives twice.
-
-    options: of the GPT, such as activation_checkpointing.
-    """
-
-    def __init__(self, **options):
-        super().__init__()
-        self.gpt = small_gpt(**options)
-
-    def forward(self, x, turn):
-        idx = (10 * x.abs()).long()
-        _, loss = self.gpt(idx, idx.flip(0))
-        return loss
-
-
-class Odd(nn.Module):
-    """Parameters that are tied and transposed, frozen, never used, used in turn 0 only, of no
-    dimension or 0, 1, 7 and 1001 elements; a layer called twice. No unit but the root."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.inner.weight = nn.Parameter(self.inner.weight.detach().T)  # strides (1, 5)
-        self.outer.weight = self.inner.weight
-        self.sometimes, self.never = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.frozen = nn.Linear(5, 5).requires_grad_(False)
-        self.wide = nn.Linear(5, 1001)
-        self.sizes = nn.ParameterList(torch.randn(shape) for shape in ((), (1,), (0,), (7,)))
-
-    def forward(self, x, turn):
-        x = self.inner(x).tanh() * self.sizes[0] + self.sizes[1]
-        x = self.frozen(self.outer(x))
-        if turn == 0:
-            x = self.sometimes(x)
-        x = self.inner(x)
-        return self.wide(x).square().mean() + self.sizes[2].sum() + self.sizes[3].exp().mean()
-
-
-class Even(Odd):
-    """What oracle.py can take of it: contiguous, and all ranks use the same parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner.weight = nn.Parameter(self.inner.weight.detach().contiguous())
-        self.outer.weight = self.inner.weight
-
-    def forward(self, x, turn):
-        return super().forward(x, 0)
-
-
-class Mixed(nn.Module):
-    """Layers in fp32, fp64 and bf16, or of other dtypes, the first called again, and buffers that
-    follow the batches of a rank. Each layer is a unit without submodules, so nothing but its own
-    call gathers it.
-
-    A bucket has one dtype, and gloo sums bf16 in bf16, where 256 + 1 = 256. A BatchNorm has other
-    statistics on each rank, unless rank 0's are sent before every forward, as torch DDP does.
-    """
-
-    def __init__(self, *dtypes, eps=1e-5):
-        super().__init__()
-        kinds = dtypes or (torch.float32, torch.float64, torch.bfloat16, torch.float32)
-        self.layers = nn.ModuleList(nn.Linear(5, 5, dtype=dtype) for dtype in kinds)
-        self.norm = nn.BatchNorm1d(5, eps)
-
-    def forward(self, x, turn):
-        for i in (0, 1, 0, 2, 3):
-            layer = self.layers[i]
-            x = layer(x.to(layer.weight.dtype)).tanh()
-        return self.norm(x).exp().mean()
-
-
-class Block(nn.Module):
-    """A residual layer: a frozen weight, a trained correction of rank one, a parameter not used.
-
-    In LoRA most parameters are frozen, so they are in no bucket, but stage 3 still gathers them.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.base, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
-        self.base.weight.requires_grad_(False)
-        self.down, self.up = nn.Linear(5, 1, bias=False), nn.Linear(1, 5)
-        self.never = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        x = self.norm(x)
-        return x + (self.base(x) + self.up(self.down(x))).tanh()
-
-
-class Blocks(nn.Module):
-    """Four blocks, called in the order that the turn has.
-
-    at_once: so many blocks are recomputed together; tied: blocks share weights; frozen: blocks
-    without a gradient.
-
-    Ranks have different turns, so some skip a block whose collectives the others take part in.
-    What is gathered when must then not depend on what a rank itself has used, or they deadlock.
-    """
-
-    def __init__(self, *orders, at_once=0, tied=False, frozen=()):
-        super().__init__()
-        self.orders, self.at_once = orders, at_once
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 2)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-        if tied:
-            self.layers[3].up.bias = self.layers[1].up.bias
-            self.layers[2].base = self.layers[0].base
-        for i in frozen:
-            self.layers[i].requires_grad_(False)
-
-    def some(self, x, numbers):
-        for i in numbers:
-            x = self.layers[i](x)
-        return x
-
-    def forward(self, x, turn):
-        x = self.first(x)
-        order = self.orders[turn % len(self.orders)]
-        if self.at_once == 0:
-            x = self.some(x, order)
-        else:
-            for i in range(0, len(order), self.at_once):
-                part = order[i:i + self.at_once]
-                x = checkpoint(self.some, x, part, use_reentrant=False)
-        return self.last(x).square().mean()
-
-
-class Experts(nn.Module):
-    """Five lists of three experts, in a list: a turn calls two experts of each, in an order of its
-    own, and no rank the third; turn 2 leaves out the first list, turn 1 the last three, so that it
-    begins its backward with a unit that has been freed. A bare parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.shift = nn.Linear(5, 5), nn.Parameter(torch.ones(5))
-        self.layers = nn.ModuleList()
-        for _ in range(5):
-            self.layers.append(nn.ModuleList(nn.Linear(5, 5) for _ in range(3)))
-
-    def forward(self, x, turn):
-        lists = ((0, 1, 2, 3, 4), (0, 1), (1, 2, 3, 4))[turn]
-        order = ((0, 1), (1, 0), (0,))[turn]
-        x = self.first(x)
-        for i in lists:
-            for j in order:
-                x = x + self.layers[i][j](x).tanh()
-        # With the shift a backward begins with a gradient, without it with a saved tensor.
-        return (x + self.shift if turn == 0 else x).square().mean()
-
-
-class Caller(nn.Module):
-    """A unit whose forward calls the three other units, through a list that torch does not see, and
-    reads its own weight after that. In stage 3 they have taken its memory by then."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
-        *others, last = self.layers
-
-        def forward(x):
-            for other in others:
-                x = other(x).tanh()
-            return F.linear(x, last.weight)
-
-        last.forward = forward
-        last.bias.requires_grad_(False)
-
-    def forward(self, x, turn):
-        return self.layers[3](x).square().mean()
-
-
-class Scaled(nn.Module):
-    """A buffer counts: the gradient is wrong on a rank that has another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
-
-    def forward(self, x, turn):
-        return self.layer(x * self.scale).square().mean()
-
-
-class Inside(nn.Module):
-    """A forward with a backward inside, after which it reads a weight of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 5)
-        self.second = nn.Parameter(torch.randn(5, 5))
-
-    def forward(self, x, turn):
-        self.first(x).square().mean().backward()
-        return (x @ self.second).square().mean()
-
-
-ZOO = {"gpt": Tokens, "odd": Odd, "mixed": Mixed, "experts": Experts, "caller": Caller,
-       "lora": partial(Blocks, (0, 1, 2, 3), frozen=(2,)),
-       "again": partial(Blocks, (3, 1, 0, 2, 2, 1), at_once=3, tied=True),
-       "skipping": partial(Blocks, (0, 1, 2, 3), (0, 3), (2,), frozen=(1,))}
-MODULES = tuple(ZOO)  # "all modules" of a row; those that follow are of some
-ZOO |= {"even": Even, "inside": Inside, "scaled": Scaled,
-        "batchnorm": partial(Mixed, *4 * [torch.float32], eps=0.1),
-        "recomputed": partial(Tokens, activation_checkpointing=True)}
-
-
-def zoo_loss(model, step, number):
-    """The loss of a micro batch, which is a function of the step and its number in it: however
-    these are dealt to ranks and micro-steps, they are the same."""
-    generator = torch.Generator().manual_seed(1000 * step + number)
-    x = torch.randn(3, 5, generator=generator).to(device())
-    return model(x, (step + number) % 3)
-
-
-@dataclasses.dataclass
-class Task:
-    """What is trained. A file for --module has functions of these names, the last three if needed:
-    module(), which builds it; loss(model, step, number) of a micro batch; optimizer(parameters),
-    which returns one, or a list, and is given parameters in the order of module.parameters();
-    units(model), for the stages and FSDP2; uncut(model), for the stages. The file need not know of
-    devices: see `on_device`."""
-    module: object
-    loss: object
-    optimizer: object = adamw
-    units: object = None
-    uncut: object = None
-
-
-def task_of(name):
-    """Of a module of the zoo, or of a file, whose imports are open."""
-    if name in ZOO:
-        return Task(ZOO[name], zoo_loss)
-    in_file = vars(own_file(name).module)
-    for needed in ("module", "loss"):
-        if needed not in in_file:
-            raise ValueError(f"the file has no function named {needed}")
-    names = [field.name for field in dataclasses.fields(Task)]
-    task = Task(**{name: in_file[name] for name in names if name in in_file})
-    task.loss = partial(on_device, task.loss)
-    return task
-
-
-def fresh(name):
-    torch.manual_seed(0)
-    return task_of(name).module().to(device())
-
-
-# -------------------------------------------------------------------------------------------------
-# the table: modules x wrappers x world sizes
-
-
-def begin_alike(module):
-    """Where a wrapper does not do it, a script has to: send rank 0's values to all ranks."""
-    for t in itertools.chain(module.parameters(), module.buffers()):
-        dist.broadcast(t.data, 0)
-
-
-class Oracle(nn.Module):
-    """An oracle of oracle.py, with the methods of a wrapper. `distributed` calls
-    `reduce_gradients` after the backwards of a step."""
-
-    def __init__(self, module, shard_group=None):
-        super().__init__()
-        self.module, self.shard_group = module, shard_group
-
-    def forward(self, *inputs):
-        return self.module(*inputs)
-
-    def full_parameters(self):
-        for name, p in self.module.named_parameters():
-            yield name, p.detach()
-
-    def clip_grad_norm_(self, max_norm):
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        return ddp.clip_gradients_(gradients, max_norm, self.shard_group)
-
-
-class Naive(Oracle):
-    """`average_gradients`: two collectives per parameter, after the backward."""
-    factor = None
-
-    def __init__(self, module):
-        super().__init__(module)
-        begin_alike(module)
-
-    def set_gradient_divide_factor(self, factor):
-        self.factor = factor
-
-    def reduce_gradients(self):
-        oracle.average_gradients(self.module, divide_factor=self.factor)
-
-
-class ByHand(Oracle):
-    """The three stages of oracle.py: their shards are pieces of rows."""
-
-    def __init__(self, stage, module, units=None):
-        super().__init__(module, dist.group.WORLD)
-        self.stage = stage
-        self.shapes = {name: p.shape for name, p in module.named_parameters()}
-        oracle.make_shards(module)
-        if stage >= 2:
-            oracle.reduce_in_backward(module)
-        if stage == 3:
-            oracle.gather_when_used(module, find_units(module) if units is None else units)
-
-    def forward(self, *inputs):
-        if self.stage < 3:
-            oracle.gather_parameters(self.module)  # what the step before has changed
-        return self.module(*inputs)
-
-    def reduce_gradients(self):
-        if self.stage == 1:
-            oracle.reduce_gradients(self.module)
-
-    def zero_grad(self, set_to_none=True):
-        for p in self.module.parameters():
-            assert p.grad is None, "a whole gradient is left"
-            p.shard.grad = None
-
-    def named_parameters(self, *_, **__):
-        for name, p in self.module.named_parameters():
-            yield name, p.shard
-
-    def shard_starts(self):
-        starts = {}
-        rank = dist.get_rank()
-        W = dist.get_world_size()
-        for name, shape in self.shapes.items():
-            pieces = torch.arange(shape.numel()).tensor_split(W)
-            starts[name] = sum(len(piece) for piece in pieces[:rank])
-        return starts
-
-    def full_parameters(self):
-        for name, p in self.module.named_parameters():
-            yield name, oracle.gather(p)
-
-
-def fsdp2(module, policy=MixedPrecisionPolicy(), units=None):
-    """fully_shard on units, which are the elements of lists unless given, and on the root."""
-    begin_alike(module)
-    if units is None:
-        units = itertools.chain(*(m for m in module.modules() if isinstance(m, nn.ModuleList)))
-    for m in (*units, module):
-        mesh = dist.DeviceMesh(device().type, range(dist.get_world_size()))
-        fully_shard(m, mesh=mesh, mp_policy=policy)
-    return module
-
-
-def uncut(stage, module, parameters=None, **options):
-    """A stage in which these parameters are not cut, or none is."""
-    parameters = set(module.parameters() if parameters is None else parameters)
-    model = stage(module, uncut=parameters, **options)
-    # For `put_together`.
-    model.uncut = {n for n, p in module.named_parameters() if p in parameters}
-    return model
-
-
-BF16 = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-our_ddp = partial(DDP, find_unused_parameters=True)
-torch_ddp = partial(DistributedDataParallel, find_unused_parameters=True)
-WRAPPERS = {
-    "naive": Naive,
-    "stage 1 by hand": partial(ByHand, 1),
-    "stage 2 by hand": partial(ByHand, 2),
-    "stage 3 by hand": partial(ByHand, 3),
-    "ddp": our_ddp,
-    "ddp, 1 kB": partial(our_ddp, bucket_cap_mb=0.001),
-    "ddp, 1 a bucket": partial(our_ddp, bucket_cap_mb=1e-6),
-    "ddp unsynced": partial(our_ddp, forward_sync_buffers=False),
-    **STAGES,
-    "zero1 bf16": partial(Zero1, **BF16),
-    "zero2 bf16": partial(Zero2, **BF16),
-    "zero3 bf16": partial(Zero3, **BF16),
-    "torch ddp": torch_ddp,
-    "torch ddp unsynced": partial(torch_ddp, forward_sync_buffers=False),
-    "fsdp2": fsdp2,
-    "fsdp2 bf16": partial(fsdp2, policy=MixedPrecisionPolicy(**BF16))}
+# rows: modules x wrappers x world sizes
 
 
 @contextmanager
