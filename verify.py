@@ -4,8 +4,9 @@
     python verify.py --full          # all rows
     python verify.py one_process     # rows whose name contains "one_process"
     python verify.py "one_process W=2 zero3"
-    python verify.py --list
-    python verify.py --module own.py # your module, wrapped in everything: see `Task`
+    python verify.py --list          # claims, and names of rows
+    python verify.py --module own.py    # your module, wrapped in everything: see `Task`
+    python verify.py --wrapper mine.py  # your data parallelism, judged: see tests/judge.py
     python verify.py --device cuda   # all on an accelerator: one is enough
 
 `reference` trains a module in one process, in a plain loop that uses nothing of ours. `distributed`
@@ -77,7 +78,22 @@ STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 
 
 # -------------------------------------------------------------------------------------------------
-# the zoo: modules as people have them
+# 1. what is claimed, and the checks that show it. (The row of 1,024 ranks takes longest.)
+
+CLAIMS = {
+    "W ranks, in any wrapper, end on the bits of one process that runs a plain loop":
+        ["bits_of_one_process"],
+    "Each stage ends on the bits of oracle.py, in modules that this can take":
+        ["stages_are_the_oracles"],
+    "At W = 2 torch's own wrappers end on the same bits as ours": ["bits_of_torch"],
+    "A rank receives and holds the bytes of the ZeRO paper's formulas":
+        ["memory_is_the_formulas", "traffic_is_the_formulas"],
+    "So it does, and overlaps as much, in whatever order a module is registered":
+        ["order_of_use"]}
+
+
+# -------------------------------------------------------------------------------------------------
+# 2. modules as people have them: the zoo
 #
 # forward(x, turn) returns a scalar. x is (3, 5). The turn is 0, 1 or 2 and differs from rank to
 # rank; some modules use other parameters, or other units, in another turn. They are tiny, since
@@ -352,7 +368,7 @@ def fresh(name):
 
 
 # -------------------------------------------------------------------------------------------------
-# the table: modules x wrappers x world sizes
+# 3. wrappers: what is compared with one process
 
 
 def begin_alike(module):
@@ -484,7 +500,7 @@ WRAPPERS = {
 
 
 # -------------------------------------------------------------------------------------------------
-# 1. the reference: one process, a plain loop
+# 4. the reference: one process, a plain loop
 
 STEPS = 3  # what a step leaves behind shows in the next ones
 MAX_NORM = 0.05  # less than most norms
@@ -514,7 +530,7 @@ def make_optimizers(make, parameters):
 
 
 @functools.cache  # several wrappers are compared with it
-def reference(name, groups, factor, optimizer=None, max_norm=MAX_NORM):
+def reference(name, groups, factor, optimizer=None, max_norm=MAX_NORM, steps=STEPS):
     """Train a module of the zoo -> ({what: tensor}, {what: [what each group has added to it]},
     [{name: parameter} after each step]).
 
@@ -531,7 +547,7 @@ def reference(name, groups, factor, optimizer=None, max_norm=MAX_NORM):
     expected = {}
     contributions = {}
     after_steps = []
-    for step in range(STEPS):
+    for step in range(steps):
         of_groups = []  # {name: gradient} of each
         for numbers in groups:
             module.zero_grad()  # sets None, so that the gradients before stay as they are
@@ -564,7 +580,7 @@ def reference(name, groups, factor, optimizer=None, max_norm=MAX_NORM):
 
 
 # -------------------------------------------------------------------------------------------------
-# 2. the same on W ranks, in a wrapper
+# 5. the same on W ranks, in a wrapper
 
 
 def distributed(wrap, name, micro_steps=1, each_synced=False, factor=None, odd_step=None,
@@ -708,7 +724,7 @@ def gather(value, group=None):
 
 
 # -------------------------------------------------------------------------------------------------
-# 3. the same bits, and what it looks like where they are not
+# 6. the same bits
 
 
 def same_bits(expected, found, where="", contributions=()):
@@ -739,7 +755,7 @@ def is_same(a, b):
 
 
 # -------------------------------------------------------------------------------------------------
-# rows: modules x wrappers x world sizes
+# 7. the rows that are compared: modules x wrappers x world sizes
 
 
 @contextmanager
@@ -908,7 +924,7 @@ OF_TORCH = ("torch ddp", "fsdp2")
 
 
 # -------------------------------------------------------------------------------------------------
-# 4. formulas of bytes: what a rank receives, and what it holds
+# 8. formulas of bytes: what a rank receives, and what it holds
 
 
 def formula_of_traffic(mode, micro_steps, still_whole=0):
@@ -1104,40 +1120,30 @@ def order_of_use(wrapper, order):
         f"{backward} bytes in a backward, expected are at most {more:.1f} blocks above {held:.0f}")
 
 
-# Each part of the proof: what it claims, and the checks that show it. Memory is first, as its row
-# of 1,024 ranks takes longest.
-PROOF = {
-    "W ranks, in any wrapper, end on the bits of one process that runs a plain loop":
-        [bits_of_one_process],
-    "Each stage ends on the bits of oracle.py, in modules that this can take":
-        [stages_are_the_oracles],
-    "At W = 2 torch's own wrappers end on the same bits as ours": [bits_of_torch],
-    "A rank receives and holds the bytes of the ZeRO paper's formulas":
-        [memory_is_the_formulas, traffic_is_the_formulas],
-    "So it does, and overlaps as much, in whatever order a module is registered": [order_of_use]}
+PROOF = {claim: [globals()[name] for name in names] for claim, names in CLAIMS.items()}
 
 
 # -------------------------------------------------------------------------------------------------
-# the command line
+# 9. the proof, your module, or your own data parallelism: tests/judge.py has these two
 
 
 def parts_of(options, parser):
     """{claim: rows} of the proof, or of a user's file, which is tried out before, and what is said
     of a file that cannot be."""
-    file = options.module or options.wrapper
-    if not file:
+    file = options.wrapper if options.module is None else options.module
+    if file is None:
         return {claim: [row for function in checks for row in rows_of(function, options.full)]
                 for claim, checks in PROOF.items()}
-    if options.module and options.wrapper:
+    if options.module is not None and options.wrapper is not None:
         parser.exit(2, "verify.py: --module and --wrapper are two questions: ask one of them\n")
     from tests.judge import rows_of_module, rows_of_wrapper  # which has much from here
 
-    rows_of_file = rows_of_module if options.module else rows_of_wrapper
+    rows_of_file = rows_of_wrapper if options.module is None else rows_of_module
     try:
         return rows_of_file(str(pathlib.Path(file).resolve()), options.device)
     except Failure as failure:
-        fact = str(failure).removeprefix("rank 0: ")
-        parser.exit(2, f"verify.py: {file}: {fact}\n")
+        fact = str(failure).removeprefix("rank 0: ").splitlines()[0]
+        parser.exit(2, f"verify.py: {file}: {fact[:500]}\n")
 
 
 def main():
@@ -1159,13 +1165,17 @@ def main():
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all, not the row that is under way
     parts = chosen(parts_of(options, parser), options.names)
     if not parts:
+        more = ""
+        if options.module is None and options.wrapper is None:
+            more = (", some rows run with --full only, and `python -m pytest -k NAME` runs what is "
+                    "in tests/")
         parser.exit(2, f"verify.py: no row has a name with {' or '.join(options.names)}: --list "
-                       f"shows names, some rows run with --full only, and `python -m pytest -k "
-                       f"NAME` runs what is in tests/\n")
+                       f"shows names{more}\n")
     if options.list:
         print_names(parts)
         return 0
-    n_bad = run_parts(parts, options.device, JUDGED if options.wrapper else PROVED)
+    outcomes = PROVED if options.wrapper is None else JUDGED
+    n_bad = run_parts(parts, options.device, outcomes)
     return 1 if n_bad else 0
 
 

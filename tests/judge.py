@@ -3,9 +3,10 @@
 It trains modules of verify.py on W ranks, in what mine.py's wrap(module) returns, and compares the
 parameters after each step with those of one process, on every rank. In one process the gradient is
 the mean over all micro batches; there are several orders in which one may add and divide them, and
-each of these is right. The optimizer is SGD without momentum. Adam would hide a gradient that is
-too large by a factor, as it divides by its size. From SGD's step the gradient can be read. Where it
-is wrong, tests/hints.py says what that looks like.
+each of these is right. The optimizer is SGD. Adam would hide a gradient that is too large by a
+factor, as it divides by its size; and from SGD's step the gradient can be read. (In some rows it is
+AdamW: SGD would hide parameters that are averaged in place of gradients.) Where a parameter is
+wrong, tests/hints.py says what that looks like.
 
 `python verify.py --module own.py` asks the other question, of a module in our wrappers and torch's.
 """
@@ -14,26 +15,35 @@ import contextlib
 import io
 import itertools
 import math
+import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.hints import Wrong
 from tests.measure import Chain, live_bytes
-from tests.messages import messages
-from tests.own import own_file
-from tests.ranks import check, device, grid, Groups, Row
+from tests.messages import messages, NotCounted
+from tests.own import own_file, OwnFile
+from tests.ranks import check, device, Failure, grid, Groups, ranks_in_words, Row
 from verify import (compare, copy_of, dealt, formula_of_bytes, formula_of_traffic, fresh, is_same,
                     loss_on_rank, make_optimizers, MAX_NORM, no_sync, OF_TORCH, plain_names,
-                    reference, STAGES, STEPS, task_of, uncut, WRAPPERS)
+                    reference, STAGES, task_of, uncut, WRAPPERS)
 
-MODULES = ("gpt", "odd", "even", "batchnorm", "experts", "caller", "lora", "again", "skipping")
+MODULES = ("gpt", "odd", "even", "batchnorm", "scaled", "experts", "caller", "lora", "again",
+           "skipping")
+UNEVEN = ("odd", "experts", "skipping")  # ranks use different parameters
 LR = 2**-4  # powers of two: these products do not round
 DECAY = 2**-3  # so that a gradient of zeros moves a parameter, and none does not
+MOMENTUM = 0.9  # an optimizer has to keep its state
 EPS = 2**-23  # fp32's rounding, relative to a number
+# After these steps whole(model) is called. It may do what a wrapper has to do before its next
+# forward, and then nobody sees that this is missing: so it is not called after the third.
+LOOKS = (1, 2, 4)
+IN_WRAP = "in wrap(module)"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -45,15 +55,19 @@ def no_after_backward(model):
 
 
 def all_parameters(model):
+    if not hasattr(model, "parameters"):
+        raise ValueError("what wrap(module) has returned has no parameters(): write trained(model)")
     return model.parameters()
 
 
 def plain_optimizer(parameters, kind, **options):
-    return kind([dict(params=parameters)], **options)  # a rank may have none
+    if not parameters:  # a rank may own none
+        parameters = [dict(params=[])]
+    return kind(parameters, **options)
 
 
-def functions_of(file):
-    """What a file for --wrapper has, and what stands for the rest:
+def functions_of(module):
+    """What a file for --wrapper has, as a module, and what stands for the rest:
 
     wrap(module) -> what is called as the module;
     after_backward(model): what has to be called after the last backward of a step;
@@ -68,7 +82,7 @@ def functions_of(file):
     """
     mine = SimpleNamespace(after_backward=no_after_backward, trained=all_parameters, whole=None,
                            accumulate=no_sync, clip=None, optimizer=plain_optimizer)
-    found = vars(own_file(file).module)
+    found = vars(module)
     if "wrap" not in found:
         raise ValueError("the file has no function named wrap")
     for name in ("wrap", *vars(mine)):
@@ -80,7 +94,11 @@ def functions_of(file):
 
 
 def wrapped(mine, module):
-    model = mine.wrap(module)
+    try:
+        model = mine.wrap(module)
+    except Exception as error:  # of any type: it is a refusal, as nothing has been done yet
+        text = f"{IN_WRAP}, {type(error).__name__}: {error}"
+        raise AssertionError(text).with_traceback(error.__traceback__) from None
     if not callable(model):
         raise TypeError(f"wrap(module) has returned {type(model).__name__}, which cannot be called")
     return model
@@ -88,11 +106,12 @@ def wrapped(mine, module):
 
 @contextmanager
 def opened(file):
-    """Imports are as the file needs them, and what it prints is not shown -> (the file's functions,
-    a StringIO of what it prints)"""
+    """Execute a file for --wrapper -> (its functions, a StringIO of what it prints). Each row does
+    it, so that the file's globals are as they are in a script."""
     printed = io.StringIO()
-    with own_file(file).imports(), contextlib.redirect_stdout(printed):
-        yield functions_of(file), printed
+    with (mock.patch.object(sys, "argv", [file]), contextlib.redirect_stdout(printed),
+          OwnFile(file).imports() as module):
+        yield functions_of(module), printed
 
 
 def whole_parameters(mine, model, module, shapes):
@@ -109,15 +128,17 @@ def whole_parameters(mine, model, module, shapes):
     else:
         where = "the module, after wrap(),"
         named = dict(module.named_parameters())
-    found = dict(plain_names(named.items()))
+    found = dict(plain_names(dict(named).items()))
     parameters = {}
     for name, shape in shapes.items():
         if name not in found:
             raise ValueError(f"{where} has no {name}")
+        if not torch.is_tensor(found[name]):
+            raise ValueError(f"{where} has a {type(found[name]).__name__} as {name}, and no tensor")
         whole = copy_of(found[name])
-        if whole.shape != shape:
-            raise ValueError(f"{where} has {name} of shape {tuple(whole.shape)}, expected is "
-                             f"{tuple(shape)}")
+        if whole.shape != shape or whole.dtype != torch.float32:
+            raise ValueError(f"{where} has {name} as {tuple(whole.shape)} {whole.dtype}, expected "
+                             f"is {tuple(shape)} {torch.float32}")
         parameters[name] = whole
     return parameters
 
@@ -133,8 +154,8 @@ def clip(mine, model):
 # training: mine.py's on these ranks, and what is expected
 
 
-def train(mine, name, micro_steps, clipped, other):
-    """Train a module in wrap() -> a list of {name: whole parameter}, after each step.
+def train(mine, name, micro_steps=1, clipped=False, other=None, optimizer="SGD"):
+    """Train a module in wrap() -> {step: {name: whole parameter}} after each of LOOKS.
 
     other: "parameters" or "buffers", which then begin with other values on ranks > 0; or None.
     """
@@ -146,17 +167,19 @@ def train(mine, name, micro_steps, clipped, other):
             t.data.fill_(7)
     model = wrapped(mine, module)
     parameters = list(mine.trained(model))
-    optimizer = mine.optimizer(parameters, torch.optim.SGD, lr=LR, weight_decay=DECAY,
-                               foreach=False)
-    after_steps = []
-    for step in range(STEPS):
-        backwards(mine, model, partial(loss_on_rank, task, model, step), micro_steps)
+    kind, options = OPTIMIZERS[optimizer]
+    optimizer = mine.optimizer(parameters, kind, **options)
+    found = {}
+    for step in range(1, LOOKS[-1] + 1):
+        backwards(mine, model, partial(loss_on_rank, task, model, step - 1), micro_steps)
         if clipped:
             clip(mine, model)
         optimizer.step()
-        after_steps.append(whole_parameters(mine, model, module, shapes))
+        if step in LOOKS:
+            found[step] = whole_parameters(mine, model, module, shapes)
         zero_gradients(optimizer, model)
-    return after_steps
+    dist.barrier()  # what is left under way counts here, and not in the next row
+    return found
 
 
 def backwards(mine, model, loss, micro_steps):
@@ -175,27 +198,48 @@ def zero_gradients(optimizer, model):
         model.zero_grad()
 
 
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, dict(lr=LR, momentum=MOMENTUM, weight_decay=DECAY, foreach=False)),
+    "AdamW": (torch.optim.AdamW, dict(lr=LR, weight_decay=DECAY, foreach=False, fused=False))}
+
+
 def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=LR, weight_decay=DECAY, foreach=False)
+    kind, options = OPTIMIZERS["SGD"]
+    return kind(parameters, **options)
 
 
-def expected_of(name, micro_steps, clipped, each_synced=False, factor=None):
-    """What `reference` returns of W ranks. each_synced: micro batches are added in the order of the
-    data; otherwise a rank adds its own first. factor: each is divided by it before the sum."""
+def adamw(parameters):
+    kind, options = OPTIMIZERS["AdamW"]
+    return kind(parameters, **options)
+
+
+def orders(micro_steps):
+    """The orders in which one may add the gradients of micro batches, as `reference` takes them."""
     W = dist.get_world_size()
-    groups = dealt(W, micro_steps, each_synced)
+    yield dealt(W, micro_steps, False)  # a rank adds its own first
+    if micro_steps > 1:
+        yield dealt(W, micro_steps, True)  # all in the order of the data
+        of_micro_steps = [range(first, first + W) for first in range(0, W * micro_steps, W)]
+        yield tuple(map(tuple, of_micro_steps))  # over ranks, then over micro-steps
+
+
+def expected_of(name, groups, clipped, factor=None, optimizer="SGD"):
+    """What `reference` returns. factor: each group is divided by it before the sum."""
     max_norm = MAX_NORM if clipped else math.inf
-    return reference(name, groups, factor or W, sgd, max_norm)
+    make = sgd if optimizer == "SGD" else adamw
+    return reference(name, groups, factor or dist.get_world_size(), make, max_norm, LOOKS[-1])
 
 
-def right_ones(name, micro_steps, clipped):
-    """[{name: parameter} after each step], of each order in which one may add and divide."""
+def right_ones(name, micro_steps, clipped, optimizer):
+    """[{name: parameter} before the first step, after it, ...], of each order in which one may add
+    and divide."""
     W = dist.get_world_size()
-    factors = (W, 1) if W == 3 else (W,)  # a division by 2 or 4 does not round, whenever it comes
-    orders = (False, True) if micro_steps > 1 else (False,)
-    for factor, each_synced in itertools.product(factors, orders):
-        _, _, after_steps = expected_of(name, micro_steps, clipped, each_synced, factor)
-        yield after_steps
+    # Each gradient is multiplied by 1/W, or the sum is: not the same at W = 3, where 1/W rounds.
+    factors = (W, 1) if W == 3 else (W,)
+    for factor, groups in itertools.product(factors, orders(micro_steps)):
+        _, _, after_steps = expected_of(name, groups, clipped, factor, optimizer)
+        before = {n: p.detach() for n, p in fresh(name).named_parameters()}
+        yield [before, *after_steps]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -203,76 +247,99 @@ def right_ones(name, micro_steps, clipped):
 
 
 @check(limit_s=20)
-def judged(file, name, micro_steps=1, clipped=False, other=None):
-    """The parameters after each step are those of one process, to the bit or as close as fp32
-    rounds, on every rank. -> (verdict, what there is to say, the step or 0)"""
+def judged(file, name, micro_steps=1, clipped=False, other=None, optimizer="SGD"):
+    """The parameters after a step are those of one process, to the bit or as close as fp32 rounds,
+    on every rank. -> (verdict, what is seen, a hint, the step or 0)"""
     with opened(file) as (mine, _):
-        found = train(mine, name, micro_steps, clipped, other)
-    for right in right_ones(name, micro_steps, clipped):
+        found = train(mine, name, micro_steps, clipped, other, optimizer)
+    for right in right_ones(name, micro_steps, clipped, optimizer):
         if all_bits_are_same(found, right):
-            return "same bits", "", 0
-    _, _, right = expected_of(name, micro_steps, clipped)
-    before = {n: p.detach() for n, p in fresh(name).named_parameters()}
+            return "same bits", "", "", 0
+    right = next(right_ones(name, micro_steps, clipped, optimizer))
     largest = 0.0  # difference, in units of fp32's rounding
-    for step in range(STEPS):
+    for step in LOOKS:
         wrong = []
         for n, p in right[step].items():
-            difference, is_close = how_close(found[step][n], p, before[n])
+            difference, is_close = how_close(found[step][n], p, right[step - 1][n], optimizer)
             largest = max(largest, difference)
             if not is_close:
                 wrong.append(n)
-        if wrong:
-            fact = wrong_step(name, step, micro_steps, clipped, before, found[step], wrong)
-            hint = fact.hint(clipped) or HINTS_OF_START.get(other, "")
-            texts = [f"step {step + 1}, {wrong[0]}", fact.how_far(), hint]
-            return "wrong", ": ".join(text for text in texts if text), step + 1
-        before = right[step]
-    return "close", f"the largest difference is {largest:.2g} x fp32's rounding", 0
+        if not wrong:
+            continue
+        where = f"step {step}, {wrong[0]}: "
+        if optimizer != "SGD":
+            return "wrong", f"{where}differs with {optimizer}", "", step
+        fact = wrong_step(name, step, micro_steps, clipped, right, found[step], wrong)
+        if step == LOOKS[-1]:
+            return "wrong", where + fact.how_far(), HINT_OF_LOOKS, step
+        return "wrong", where + fact.how_far(), fact.hint(), step
+    return "close", f"the largest difference is {largest:.2g} x fp32's rounding", "", 0
 
 
 def all_bits_are_same(found, right):
-    for of_step, right_of_step in zip(found, right):
-        for n, p in right_of_step.items():
-            if not is_same(of_step[n], p):
+    for step, parameters in found.items():
+        for n, p in right[step].items():
+            if not is_same(parameters[n], p):
                 return False
     return True
 
 
-def how_close(found, right, before):
+def how_close(found, right, before, optimizer):
     """-> (the largest difference, in units of what fp32 rounds off the largest value; whether that
-    is no more than rounding can explain). before: the parameter before the step."""
+    is no more than rounding can explain). before: the right parameter before the step."""
     if right.numel() == 0:
         return 0.0, True
     difference = (found.double() - right.double()).abs().max().item()
     if math.isnan(difference):
         return math.inf, False
-    rounding = EPS * max(right.abs().max().item(), EPS)
-    change = (right - before).abs().max().item()
-    return difference / rounding, difference <= 1e-4 * change + 4 * rounding
+    rounding = EPS * right.abs().max().item() + 1e-30
+    moved = right - before
+    if optimizer == "SGD":
+        moved = moved + LR * DECAY * before  # by the gradient, without the decay
+    return difference / rounding, difference <= 1e-4 * moved.abs().max().item() + 4 * rounding
 
 
-HINTS_OF_START = {
+HINT_OF_LOOKS = ("whole(model) was called after steps 1 and 2, and not after step 3: does it do "
+                 "what should have been done before the next forward?")
+HINTS = {
     "parameters": "ranks begin with other values: wrap() has to send rank 0's parameters to all",
-    "buffers": "ranks have other buffers: wrap() has to send rank 0's, too, as a forward uses them"}
+    "buffers": "ranks have other buffers: wrap() has to send rank 0's, too, as a forward uses them",
+    "optimizer": ("right with SGD: is its state kept, and are gradients averaged, and not "
+                  "parameters?"),
+    "clipped": ("right without clipping, so it is clipped by another norm than that of all "
+                "gradients, such as that of a rank's own, or of its shards")}
 
 
-def wrong_step(name, step, micro_steps, clipped, before, after, wrong):
-    """-> Wrong. before, after: {name: parameter}; wrong: names."""
+def wrong_step(name, step, micro_steps, clipped, right, after, wrong):
+    """-> Wrong. right: [{name: parameter} before the first step, after it, ...]; after: {name:
+    parameter} after this step, as found; wrong: names."""
     W = dist.get_world_size()
-    # Of each micro batch, as one process computes it.
-    _, contributions, _ = expected_of(name, micro_steps, clipped, each_synced=True, factor=1)
+    # Of each micro batch, as one process computes it, in the order of the data: micro-steps of
+    # ranks. Sums and contributions are neither divided nor clipped.
+    batches = dealt(W, micro_steps, each_synced=True)
+    sums, contributions, _ = expected_of(name, batches, clipped, factor=1)
+    factor = 1 / (W * micro_steps)
+    if clipped:
+        norm = sums[f"step {step}, norm"].item()
+        factor *= min(1, MAX_NORM / (norm + 1e-6))
     gradients = {}
     parts = {}
+    earlier = {}
     for n in wrong:
-        old = before[n].double()
-        decayed = (old - after[n].double()) / LR  # what SGD has subtracted
-        gradients[n] = (decayed - DECAY * old).flatten()
+        before = right[step - 1][n].double()
+        subtracted = (before - after[n].double()) / LR  # the momentum's average, after this step
+        if step > 1:
+            subtracted -= MOMENTUM * (right[step - 2][n].double() - before) / LR
+        gradients[n] = (subtracted - DECAY * before).flatten()
         parts[n] = None
-        of_batches = contributions.get(f"step {step + 1}, gradient of {n}")
+        of_batches = contributions.get(f"step {step}, gradient of {n}")
         if of_batches is not None:
             stacked = torch.stack([g.double().flatten() for g in of_batches])
-            parts[n] = stacked.view(micro_steps, W, -1) / (W * micro_steps)
-    return Wrong(fresh(name), before, after, gradients, parts, dist.get_rank())
+            parts[n] = factor * stacked.view(micro_steps, W, -1)
+        earlier[n] = sums.get(f"step {step - 1}, gradient of {n}")
+    trained = {n for n, p in fresh(name).named_parameters() if p.requires_grad}
+    return Wrong(fresh(name), right[step - 1], after, gradients, parts, earlier, trained,
+                 dist.get_rank())
 
 
 # -------------------------------------------------------------------------------------------------
@@ -315,11 +382,12 @@ def measure(mine):
         try:
             with messages() as sent:
                 backwards(mine, model, lambda _: model(x), micro_steps)
+                look()
+                found["held", micro_steps] = seen[-1]
                 optimizer.step()
-        except AssertionError as error:  # of messages()
+        except NotCounted as error:
             found["uncounted"] = str(error)
         look()
-        found["held", micro_steps] = seen[-1]
         found["peak", micro_steps] = max(seen)
         # What is not fp32 counts as if it were.
         found["sent", micro_steps] = sum(message.bytes for message in sent) / 4 / n_parameters
@@ -333,81 +401,116 @@ def outcome_of_measuring(answers, failure):
     W = len(answers)
     held, peak, later_peak = [max(answer[what] for answer in answers) for what in (
         ("held", 1), ("peak", 1), ("peak", MICRO_STEPS))]
-    stage = stage_of(held, W)
-    if stage is None:
-        formulas = [f"{PAPER[each]} {sum(formula_of_bytes(each, W)):.0f}" for each in PAPER]
-        text = f"holds as no stage ({', '.join(formulas)}): "
-        stage = "ddp"
-    else:
-        text = f"holds as {PAPER[stage]}: "
-    text += (f"{held:.1f} bytes a parameter after a step, at most {peak:.1f}, and "
-             f"{later_peak:.1f} in one of {MICRO_STEPS} micro-steps; ")
+    stage, more = stage_of(held, W)
+    text = f"holds as {PAPER[stage]}" + (f", and {more:.1f} more" if more else "")
+    text += (f": {held:.1f} bytes a parameter between backward and step, at most {peak:.1f} "
+             f"(with {MICRO_STEPS} micro-steps {later_peak:.1f}); ")
     uncounted = [answer["uncounted"] for answer in answers if "uncounted" in answer]
     # In (W - 1)/W Psi, the mean over ranks.
     once, often = [sum(answer["sent", n] for answer in answers) / (W - 1) for n in (1, MICRO_STEPS)]
     if uncounted or once == 0:
-        reason = uncounted[0] if uncounted else "nothing came by torch.distributed"
+        reason = uncounted[0] if uncounted else "nothing was sent by torch.distributed"
         return "measured", f"{text}what it sends was not counted: {reason}"
     needed = [formula_of_traffic(stage, n) for n in (1, MICRO_STEPS)]
     is_more = once > 1.05 * needed[0] or often > 1.05 * needed[1]
-    text += (f"sends {once:.2f} (W-1)/W Psi elements, and {often:.2f}, where {PAPER[stage]} needs "
-             f"{needed[0]} and {needed[1]}{', so more than it has to' if is_more else ''}")
+    text += (f"sends {once:.2f} (W-1)/W Psi elements (with {MICRO_STEPS} micro-steps {often:.2f}), "
+             f"where {PAPER[stage]} needs {needed[0]} ({needed[1]})")
+    if is_more:
+        text += ", so more than it has to"
     return "measured", text
 
 
 def stage_of(held, W):
-    """The stage that holds so many bytes a parameter, if there is one."""
-    for stage in reversed(PAPER):
-        if 0.95 <= held / sum(formula_of_bytes(stage, W)) <= 1.05:
-            return stage
-    return None
+    """held: bytes a parameter -> (the lowest stage that could do with as many; how many more these
+    are than it needs, or 0 if that is next to nothing)."""
+    for stage in PAPER:
+        needed = sum(formula_of_bytes(stage, W))
+        if needed <= 1.05 * held:
+            return stage, held - needed if held > 1.05 * needed else 0
+    return "zero3", 0
 
 
 # -------------------------------------------------------------------------------------------------
 # rows, and what they print
 
 
+# Errors of a program that has not thought of a case, and not of one that refuses it.
+CRASHES = ("AttributeError", "IndexError", "KeyError", "NameError", "TypeError",
+           "UnboundLocalError", "ZeroDivisionError")
+
+
 def outcome_of_failure(failure):
-    """What a wrapper or torch raises is a refusal."""
-    if failure.how == "raised":
-        return "refused", str(failure).splitlines()[0][:200]
-    return failure.how, str(failure).splitlines()[0]
+    """What a wrapper or torch raises is a refusal, unless it is a crash after wrap()."""
+    fact = str(failure).splitlines()[0][:300]
+    if failure.how != "raised":
+        return failure.how, fact
+    _, _, error = fact.partition(": ")
+    return ("died" if error.startswith(CRASHES) else "refused"), fact
 
 
-def outcome_of_verdicts(answers, failure):
-    """The worst of the ranks' verdicts, the earliest step first."""
-    if failure is not None:
-        return outcome_of_failure(failure)
-    order = ("wrong", "close", "same bits")
-    worst = min(answers, key=lambda answer: (order.index(answer[0]), answer[2]))
-    verdict, text, _ = worst
-    if not text:
-        return verdict, ""
-    alike = [rank for rank, answer in enumerate(answers) if answer == worst]
-    if verdict == "wrong":
-        word = "rank" if len(alike) == 1 else "ranks"
-        text = f"{word} {', '.join(map(str, alike))}, {text}"
-    return verdict, text
+class Verdicts:
+    """Of a file's rows. Where a row clips, or begins with other values, what is wrong has another
+    reason if it is wrong without that, too."""
+
+    def __init__(self):
+        self.outcomes = {}  # {(module, W): the outcome of its simplest row}
+
+    def row(self, file, W, name, **options):
+        arguments = dict(file=file, name=name, **options)
+        return Row(judged, W, arguments, outcome_of=partial(self.outcome_of, W, name, options))
+
+    def outcome_of(self, W, name, options, answers, failure):
+        """The worst of the ranks' verdicts on a module, the earliest step first."""
+        outcome, text, hint = self.worst(answers, failure)
+        if not options:
+            self.outcomes[name, W] = outcome
+        is_right_without = self.outcomes.get((name, W)) in ("same bits", "close")
+        if outcome == "wrong":
+            for option, value in options.items():
+                special = value if option == "other" else option
+                if is_right_without and special in HINTS:
+                    hint = HINTS[special]
+        elif outcome in ("hung", "died") and name in UNEVEN:
+            hint = ("here ranks use different parameters: do all ranks start the same collectives, "
+                    "in one order, also where a .grad is None?")
+        return outcome, ": ".join(part for part in (text, hint) if part)
+
+    def worst(self, answers, failure):
+        if failure is not None:
+            return *outcome_of_failure(failure), ""
+        order = ("wrong", "close", "same bits")
+        worst = min(answers, key=lambda answer: (order.index(answer[0]), answer[3]))
+        outcome, text, hint, step = worst
+        alike = []  # ranks that are as wrong, maybe by another number
+        for rank, answer in enumerate(answers):
+            if (answer[0], answer[3]) == (outcome, step):
+                alike.append(rank)
+        if outcome == "wrong":
+            text = f"{ranks_in_words(alike)}, {text}"
+        return outcome, text, hint
 
 
 @check(limit_s=30)
 def try_out_wrapper(file):
-    """A step of a simple module, in one process -> (whether there is something that clips, the
-    first line that the file prints)"""
-    with opened(file) as (mine, printed):
-        train(mine, "scaled", 2, False, None)
-        model = mine.wrap(fresh("scaled"))
-        if not list(mine.trained(model)):
+    """Some steps of a simple module -> (whether there is something that clips, the first line that
+    the file prints)"""
+    with contextlib.redirect_stderr(io.StringIO()), opened(file) as (mine, printed):
+        model = wrapped(mine, fresh("scaled"))
+        if not list(mine.trained(model)) and dist.get_world_size() == 1:
             raise ValueError("trained(model) has no parameters")
+        found = train(mine, "scaled", micro_steps=2)
+        if all(is_same(p, found[2][name]) for name, p in found[1].items()):
+            raise ValueError("whole(model) has not changed in a step: is it of the module that was "
+                             "trained, or of a copy?")
         clips = mine.clip is not None or hasattr(model, "clip_grad_norm_")
     return clips, printed.getvalue().strip().partition("\n")[0]
 
 
-def tried(function, file, kind):
-    """What a function of the file returns, in one process, before there are rows."""
+def tried(function, file, kind, W=1):
+    """What a function of the file returns on rank 0, before there are rows."""
     groups = Groups(kind)
     try:
-        [answer] = groups.run(function, dict(file=file), 1, function.limit_s)
+        answer, *_ = groups.run(function, dict(file=file), W, function.limit_s)
     finally:
         groups.kill()
     return answer
@@ -415,29 +518,31 @@ def tried(function, file, kind):
 
 def rows_of_wrapper(file, kind):
     """{claim: rows} for --wrapper. Raises Failure if the file cannot be judged."""
-    clips, printed = tried(try_out_wrapper, file, kind)
+    try:
+        clips, printed = tried(try_out_wrapper, file, kind)
+    except Failure as failure:
+        if IN_WRAP not in str(failure):
+            raise
+        clips, printed = tried(try_out_wrapper, file, kind, W=2)  # it may want more than one rank
     if printed:
         print(f"What the file prints is not shown, such as: {printed}\n")
     worlds = (1, 2, 3, 4)
     judgements = grid(W=worlds, name=MODULES)
     claims = {
-        "W ranks end on the bits of one process, or as close as fp32 rounds": judgements,
-        "So they do with two micro-steps": [dict(row, micro_steps=2) for row in judgements],
-        "Ranks that begin with other values take those of rank 0":
-            grid(W=worlds[1:], name=("scaled",), other=("parameters", "buffers"))}
+        "Do W ranks end on the bits of one process, or as close as fp32 rounds?": judgements,
+        "Also with two micro-steps?": [dict(row, micro_steps=2) for row in judgements],
+        "Also with AdamW?": grid(W=worlds, name=("scaled",), optimizer=("AdamW",)),
+        "Do ranks that begin with other values take those of rank 0?": [
+            *grid(W=worlds[1:], name=("scaled", "lora"), other=("parameters",)),
+            *grid(W=worlds[1:], name=("scaled",), other=("buffers",))]}
     if clips:
-        claims["Gradients are clipped by the norm of all of them"] = grid(
+        claims["Are gradients clipped by the norm of all of them?"] = grid(
             W=worlds, name=("gpt", "lora"), clipped=(True,))
-    parts = {claim: [row_of(judged, outcome_of_verdicts, file, row) for row in rows]
-             for claim, rows in claims.items()}
-    parts["What it holds and sends"] = [row_of(holds_and_sends, outcome_of_measuring, file, row)
-                                        for row in grid(W=(2, 4))]
+    verdicts = Verdicts()
+    parts = {claim: [verdicts.row(file, **row) for row in rows] for claim, rows in claims.items()}
+    parts["What does a rank hold and send, beside the formulas, for Psi parameters?"] = [
+        Row(holds_and_sends, W, dict(file=file), outcome_of=outcome_of_measuring) for W in (2, 4)]
     return parts
-
-
-def row_of(function, outcome_of, file, row):
-    row = dict(row)
-    return Row(function, row.pop("W"), dict(file=file) | row, outcome_of=outcome_of)
 
 
 # -------------------------------------------------------------------------------------------------

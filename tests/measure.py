@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import device
@@ -194,8 +195,9 @@ def part_of_others(operation):
 
 
 def live_bytes():
-    """Bytes of all tensors on these ranks' device that Python can reach, each storage once. Not
-    seen is what C++ alone holds, such as what autograd has saved.
+    """Bytes of all tensors on these ranks' device that Python can reach, each storage once. (A
+    DTensor only stands for a tensor that it holds.) Not seen is what C++ alone holds, such as what
+    autograd has saved.
 
     Exact where the resident set of a process is noise: it counts pages, and allocators keep them.
     """
@@ -205,7 +207,8 @@ def live_bytes():
     storages = {}
     with torch._C.DisableTorchFunctionSubclass():  # some of ours refuse to be looked at
         for t in gc.get_objects():
-            if issubclass(type(t), torch.Tensor) and t.device.type == kind:
+            is_tensor = issubclass(type(t), torch.Tensor) and not is_traceable_wrapper_subclass(t)
+            if is_tensor and t.device.type == kind:
                 storage = t.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -26,6 +26,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 
+class NotCounted(AssertionError):
+    """What was sent that could not be counted."""
+
+
 class Message(NamedTuple):
     operation: str  # such as "c10d::allreduce_"
     elements: float  # that this rank sends, of any dtype; nan if that could not be counted
@@ -133,7 +137,7 @@ def messages():
     rank's number is its own where only one algorithm makes sense: send, gather, scatter, all-to-all
     (also of uneven splits). Of others it is the mean over ranks, which is a ring's.
 
-    At the end AssertionError names what could not be counted. Contexts cannot be nested.
+    At the end NotCounted names what could not be counted. Contexts cannot be nested.
     """
     sent = []
     key = torch._C.DispatchKey.BackendSelect
@@ -158,4 +162,5 @@ def messages():
                                           allow_override=False)
         yield sent
     uncounted = {message.operation for message in sent if isnan(message.elements)}
-    assert not uncounted, f"could not count {', '.join(sorted(uncounted))}"
+    if uncounted:
+        raise NotCounted(f"could not count {', '.join(sorted(uncounted))}")

@@ -72,6 +72,8 @@ class OwnFile:
             his_folders = {folder(entry) for entry in (*self.folders, *added)}
             his_names = {name for name, where in loaded().items() - before.items()
                          if where != ROOT and (where in his_folders or in_root(name))}
+            if self.module is not None:  # also where the file is in our folder
+                his_names.add(self.module.__name__.partition(".")[0])
             self.his = take(his_names)
             sys.modules.update(self.ours)
             sys.path = outer_path

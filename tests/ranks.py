@@ -125,6 +125,10 @@ def attempt(function, arguments):
             sys.stderr.flush()
 
 
+def ranks_in_words(ranks):
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 class Failure(AssertionError):
     """What has gone wrong on a group of ranks. how: a rank "raised" or "died", or they "hung"."""
 
@@ -186,7 +190,7 @@ class Ranks:
             causes = {text: ranks for text, ranks in ranks_of.items() if "by peer" not in text}
             facts = []
             for text, ranks in (causes or ranks_of).items():
-                facts.append(f"rank {', '.join(map(str, ranks))}: {text}")
+                facts.append(f"{ranks_in_words(ranks)}: {text}")
             raise Failure(how, "\n    ".join(facts))
         return [future.result() for future in futures]
 
@@ -263,7 +267,7 @@ class Row:
 
     @property
     def name(self):
-        return f"{self.check.__name__} W={self.W} {', '.join(self.words)}"
+        return f"{self.check.__name__} W={self.W} {', '.join(self.words)}".rstrip()
 
     def run(self, groups):
         """-> (outcome, a line that says so)"""
@@ -319,7 +323,7 @@ def chosen(parts, names):
 def print_names(parts):
     """Of {claim: rows}: the claims, what each check does, and the names of its rows."""
     for claim, rows in parts.items():
-        print(f"{claim}:")
+        print(claim)
         before = None
         for row in rows:
             if row.check is not before:
@@ -332,20 +336,19 @@ def print_names(parts):
 PROVED = ("passed", "failed")  # outcomes
 JUDGED = ("same bits", "close", "wrong", "refused", "hung", "died")
 BAD = ("failed", "wrong", "hung", "died")
-N_SHOWN = 10
 
 
 def run_parts(parts, kind, always=PROVED):
     """Run {claim: rows} on devices of a kind, print each claim and a line for each of its rows;
-    return how many are bad. Of these the first ones are printed once more at the end, where they
-    are seen, and then how many rows had each outcome. always: those that are named, also if no row
-    had them."""
+    return how many are bad. These are printed once more at the end, where they are seen, and what
+    was refused: of each kind the first one, and how many are like it. Then how many rows had each
+    outcome. always: those that are named, also if no row had them."""
     print(f"{'check':22s} {'W':>4s} {'seconds':>7s}")
     outcomes = []
-    bad = []
+    kinds = {}  # {what is said of them: lines}
     lanes = Groups(kind), Groups(kind)  # rows run in two lanes at once
     for claim, rows in parts.items():
-        print(f"\n{claim}:\n")
+        print(f"\n{claim}\n")
         left = iter(rows)  # each lane takes the next one when it is free
 
         def run_lane(groups):
@@ -353,19 +356,25 @@ def run_parts(parts, kind, always=PROVED):
                 outcome, line = row.run(groups)
                 print(line, flush=True)
                 outcomes.append(outcome)
-                if outcome in BAD:
-                    bad.append(line)
+                if outcome in (*BAD, "refused"):
+                    kinds.setdefault(kind_of(outcome, line), []).append(line)
 
         with ThreadPoolExecutor(len(lanes)) as pool:
             list(pool.map(run_lane, lanes))  # raises what a lane has raised
     for groups in lanes:
         groups.kill()
     print()
-    for line in bad[:N_SHOWN]:
+    for line, *others in kinds.values():
         print(line)
-    if len(bad) > N_SHOWN:
-        print(f"and {len(bad) - N_SHOWN} more")
+        if others:
+            print(f"    and {len(others)} more like it")
     counts = Counter(dict.fromkeys(always, 0))
     counts.update(outcomes)
     print(", ".join(f"{n} {outcome}" for outcome, n in counts.items()))
-    return len(bad)
+    return sum(counts[outcome] for outcome in BAD)
+
+
+def kind_of(outcome, line):
+    """Rows of the judge are of a kind if their last words, a hint, are the same. A failure of the
+    proof is like no other."""
+    return line if outcome == "failed" else (outcome, line.rpartition(": ")[2])

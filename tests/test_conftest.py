@@ -103,23 +103,23 @@ def test_passes(word, W):
 # What the inner pytest says of each.
 EXPECTED = {
     "test_dies[W2]": r"rank 1: its process has died$",
-    "test_all_die[W2]": r"rank 0, 1: its process has died$",
+    "test_all_die[W2]": r"ranks 0, 1: its process has died$",
     "test_hangs[W2]": r"rank 1: killed after 1 s, its limit$",
     "test_raises_alone[W3]": r"rank 2: ValueError: planted in lines \(test_raises_alone, test_x.py",
-    "test_raises_alike[W3]": r"rank 0, 1, 2: on all \(test_raises_alike, test_x.py:\d+\)$",
+    "test_raises_alike[W3]": r"ranks 0, 1, 2: on all \(test_raises_alike, test_x.py:\d+\)$",
     "test_raises_differently[W2]": r"rank 0: I am 0 .*\n +rank 1: I am 1 .*$",
     "test_exits[W2]": r"rank 0: SystemExit: 3 .*\n +rank 1: SystemExit: ",
-    "test_asserts_without_words[W2]": r"rank 0, 1: assert rank\(\) == 5 \(",
+    "test_asserts_without_words[W2]": r"ranks 0, 1: assert rank\(\) == 5 \(",
     "test_hangs_without_ranks": r"TimeoutError: the limit of this test, 0.5 s, is over",
     "test_finds_a_rank_gone[W2]": r"a rank has died since the check before$",
-    "test_ends_the_group[W2]": r"rank 0, 1: this test has destroyed the process group \(",
+    "test_ends_the_group[W2]": r"ranks 0, 1: this test has destroyed the process group \(",
     "test_prints[W2]": r"seen on a rank\nseen on a rank$"}
 
 
 def copy_of_conftest(folder, tests):
     """A folder in which pytest runs these tests with our conftest.py."""
     (folder / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "params.py"):
+    for name in ("__init__.py", "conftest.py", "params.py", "ranks.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "tests/test_x.py").write_text(tests)

@@ -12,7 +12,7 @@ import pytest
 
 import ddp
 import verify
-from tests.own import own_file, ROOT
+from tests.own import own_file, OwnFile, ROOT
 
 
 def ours():
@@ -104,7 +104,7 @@ def test_ours_are_found_where_nobody_has_the_name(write):
         assert module.DDP is ddp.DDP and module.verify is verify
         assert module.model is sys.modules["model"] and module.model.GPT is verify.GPT
         assert module.data.__file__ == f"{ROOT}/data.py"
-        assert pickle.loads(pickle.dumps(verify.Row)) is verify.Row
+        assert pickle.loads(pickle.dumps(verify.Task)) is verify.Task
     assert verify.__spec__ is spec
     assert sys.modules["data"] is module.data  # it is ours, so it stays
 
@@ -138,8 +138,7 @@ def test_two_users(write):
     for who in ("a", "b", "a", "b"):
         with own_file(f"{folder}/{who}/own.py").imports() as module:
             import model
-            import utils
-            assert (module.IT, model.IT, utils.IT) == (who, who, who)
+            assert (module.IT, model.IT, sys.modules["utils"].IT) == (who, who, who)
 
 
 def test_modules_of_others(write, tmp_path, monkeypatch):
@@ -205,8 +204,8 @@ def test_imports_of_hooks(write):
         thread = threading.Thread(target=module.hook)
         thread.start()
         thread.join()
-        import late
-        assert [seen.__file__ for seen in late.seen] == [f"{folder}/model.py"]
+        seen = sys.modules["late"].seen
+        assert [each.__file__ for each in seen] == [f"{folder}/model.py"]
 
 
 def test_a_file_in_the_project():
@@ -217,3 +216,14 @@ def test_a_file_in_the_project():
         assert module.__name__ == "model" and module.__file__ == f"{ROOT}/model.py"
         assert found is ddp and also.own_file is own_file
     assert verify.GPT is sys.modules["model"].GPT
+
+
+def test_a_file_beside_ours(tmp_path, monkeypatch):
+    """Who opens it anew executes it anew, and it does not stay."""
+    monkeypatch.setattr("tests.own.ROOT", tmp_path)
+    (tmp_path / "mine.py").write_text("runs = []")
+    for _ in range(2):
+        with OwnFile(tmp_path / "mine.py").imports() as module:
+            assert module.runs == []
+            module.runs.append(1)
+        assert "mine" not in sys.modules

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 import torch
 
-import verify
+from tests import own
 from tests.common import native
 from tests.params import ROOT, slug
-from tests.ranks import Groups, Row, rows_of
+from tests.ranks import device, Groups, Row, rows_of
 from verify import memory_is_the_formulas, PROOF, traffic_is_the_formulas
 
 
@@ -56,7 +56,7 @@ def test_skipped_rows_say_why():
 @pytest.mark.ranks(1)
 def test_device_of_a_group():
     """A group on a CPU has its modules there, whatever accelerators the machine has."""
-    assert verify.device() == torch.device("cpu")
+    assert device() == torch.device("cpu")
 
 
 def test_a_file_need_not_know_of_devices():
@@ -71,10 +71,10 @@ def test_a_file_need_not_know_of_devices():
         x = torch.ones(1, 2, device=kind)
         return model(x) - x
 
-    with (mock.patch.object(verify, "device", lambda: torch.device("meta")),
+    with (mock.patch.object(own, "device", lambda: torch.device("meta")),
           mock.patch.object(torch.Tensor, "cpu", lambda t: torch.zeros(t.shape))):
         for kind in ("cpu", "meta"):
-            found = verify.on_device(partial(loss_on, kind), module, 0, 0)
+            found = own.on_device(partial(loss_on, kind), module, 0, 0)
             assert found.device.type == kind
     assert seen == ["meta", "meta"]
     assert len(module._forward_pre_hooks) == 1 and not module._forward_hooks
@@ -106,7 +106,8 @@ def loss(model, step, number):
                  id="no_device"),
     pytest.param("", ["one_process W=9"], 2, "no row has a name with one_process W=9", id="no_row"),
     pytest.param("", ["one_process W=1 zero1"], 0, "1 passed, 0 failed", id="name"),
-    pytest.param("", ["traffic", "--list"], 0, "traffic_is_the_formulas", id="list")])
+    pytest.param("", ["W=2 zero2", "--list"], 0, "\n    traffic_is_the_formulas W=2 zero2\n",
+                 id="list")])
 def test_verify_takes(more, words, status, fact, tmp_path):
     """verify.py's words: a module of a file, names of rows, --list; mistakes are one line."""
     (tmp_path / "own.py").write_text(OWN.format(more=more))
@@ -115,3 +116,52 @@ def test_verify_takes(more, words, status, fact, tmp_path):
     printed = done.stdout + done.stderr
     assert done.returncode == status and fact in printed, printed
     assert status < 2 or len(done.stderr.splitlines()) == 1, printed
+
+
+# A user of nanoGPT has a model.py and a train.py. Others have a ddp.py, a data.py, tests/.
+BESIDE = {
+    "model.py": "from ddp import layer\n\ndef net():\n    return layer()\n",
+    "ddp.py": "import torch\n\ndef layer():\n    return torch.nn.Linear(4, 4)\n",
+    "train.py": "OWN = True\n", "verify.py": "raise ZeroDivisionError\n",
+    "tests/helpers.py": "import torch\n\ndef x(number):\n    return torch.ones(2, 4) * number\n",
+    "own.py": """
+from model import net
+from train import OWN
+
+def module():
+    return net()
+
+def loss(model, step, number):
+    from tests.helpers import x
+    return model(x(number + 1)).square().mean() * OWN
+""",
+    "mine.py": """
+from model import net
+from train import OWN
+from zero import Zero2
+
+def wrap(module):
+    import ddp
+    assert OWN and net() and not hasattr(ddp, "DDP")
+    return Zero2(module)
+"""}
+
+
+@pytest.mark.parametrize("folder", ["", "package/"])
+@pytest.mark.parametrize("words, fact", [
+    pytest.param(["--module", "own.py", "W=2 zero2"], "1 passed, 0 failed", id="module"),
+    pytest.param(["--wrapper", "mine.py", "W=2 scaled"], "5 same bits, 0 close", id="wrapper")])
+def test_files_beside_a_users_own(folder, words, fact, tmp_path):
+    """They come before ours, where verify.py is called from his folder, too; and what he lacks is
+    ours. In a package his imports are those of its modules."""
+    for name, text in BESIDE.items():
+        file = tmp_path / folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if folder and not name.startswith("tests/"):
+            text = text.replace("from model", "from .model").replace("from ddp", "from .ddp")
+        file.write_text(text)
+    if folder:
+        (tmp_path / folder / "__init__.py").write_text("")
+    done = subprocess.run([sys.executable, ROOT / "verify.py", *words], cwd=tmp_path / folder,
+                          text=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0 and fact in done.stdout, done.stdout + done.stderr
