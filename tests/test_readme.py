@@ -21,9 +21,10 @@ import torch.nn as nn
 
 import checkpoint
 from ddp import DDP
+from tests.judge import rows_of_wrapper
 from tests.params import full, ROOT, slug
-from tests.runs import finish, run_alone, run_train
 from tests.ranks import rows_of
+from tests.runs import finish, run_alone, run_train
 from verify import gather, PROOF, STAGES
 
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -508,11 +509,17 @@ def list_tests():
     sys.exit(pytest.main(["--full", "--collect-only", "-q", "-n", "0", str(ROOT)]))
 
 
+FILES = "own.py", "mine.py"  # of a reader
+JUDGED = "tests/judged/right/small.py"
+
+
 def test_readme_names_checks():
     """Each command of a page that runs checks finds some."""
     rows = []
     for check in itertools.chain(*PROOF.values()):
         rows += [row.name for row in rows_of(check, is_full=True)]
+    judged = itertools.chain(*rows_of_wrapper(str(ROOT / JUDGED), "cpu").values())
+    rows += [row.name for row in judged]
     listing = run_train(None, plant=list_tests, argv=[]).stdout[0].splitlines()
     text = "\n".join(path.read_text() for path in PAGES.values())
     commands = re.findall(r"`((?:python verify\.py|pytest|python -m pytest)[^`]*)`", text)
@@ -520,7 +527,7 @@ def test_readme_names_checks():
     for command in set(commands):
         words = shlex.split(command)
         if "verify.py" in words:
-            names = [word for word in words[2:] if not word.startswith("--") and word != "own.py"]
+            names = [word for word in words[2:] if not word.startswith("--") and word not in FILES]
             assert all(any(name in row for row in rows) for name in names), f"no row: {command}"
         elif "-k" in words:
             for choice in words[words.index("-k") + 1].split(" or "):
