@@ -42,6 +42,9 @@ def test_right_ones(groups, file):
     assert verdict(groups, path, 2, "scaled", micro_steps=2) == ("same bits", "")
     outcome, text = verdict(groups, path, 3, "gpt")
     assert outcome in ({"same bits"} if file.startswith(OURS) else CLOSE), text
+    if outcome == "close":
+        number = float(re.fullmatch(r"the largest difference is (\S+) x fp32's rounding", text)[1])
+        assert 0 < number < 4
     for options in (dict(other="parameters"), dict(other="buffers"), dict(optimizer="AdamW")):
         outcome, text = verdict(groups, path, 3, "scaled", **options)
         assert outcome in CLOSE, text
@@ -332,6 +335,11 @@ def optimizer(parameters, kind, **options):
             p.old = p.grad.clone()
             p.grad += old
 """, dict(name="gpt"), "wrong", "the gradient of the step before is added to it", id="not_zeroed"),
+    pytest.param(BEGIN + """
+def clip(model, max_norm):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 2 * max_norm)
+""", dict(name="gpt", clipped=True), "wrong", "its gradient is 2 x expected: right without",
+                 id="clips_to_twice_as_much"),
     pytest.param(BEGIN + """
     for p in model.parameters():
         if not p.requires_grad:
