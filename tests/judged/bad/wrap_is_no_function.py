@@ -1,3 +1,0 @@
-"""wrap cannot be called. The judge should refuse."""
-
-wrap = 3

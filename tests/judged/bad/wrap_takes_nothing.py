@@ -1,6 +1,0 @@
-"""wrap takes no argument. The judge should refuse."""
-
-
-
-def wrap():
-    return None
