@@ -98,10 +98,19 @@ def all_gather(flat: Tensor, process_group=None) -> None:
 # -------------------------------------------------------------------------------------------------
 # data parallelism
 #
+#     broadcast_parameters(module)    # once, before the first forward
+#
 #     loss = module(x, y)
 #     loss.backward()                 # several of these two: gradients add up; divide each loss
 #     average_gradients(module)
 #     optimizer.step(); optimizer.zero_grad()
+
+
+def broadcast_parameters(module: Module, process_group=None) -> None:
+    """All ranks take rank 0's parameters and buffers. Ranks that draw their weights without a
+    common seed would otherwise add the same means to other weights, and nobody would notice."""
+    for t in (*module.parameters(), *module.buffers()):
+        dist.broadcast(t.data, group_src=0, group=process_group)
 
 
 @torch.no_grad()
@@ -162,8 +171,7 @@ def make_shards(module: Module) -> None:
     """Give each parameter p of module a `p.shard` for the optimizer: a Parameter which is this
     rank's piece, of shape (n, 1, ..., 1), with as many dimensions as p. (Many scripts let only
     parameters of two dimensions decay, hence the ones.) First all ranks take rank 0's values."""
-    for t in (*module.parameters(), *module.buffers()):
-        dist.broadcast(t.data, src=0)
+    broadcast_parameters(module)
     for p in module.parameters():
         ones = [1] * (p.dim() - 1)
         piece = own_piece(p.detach()).view(-1, *ones)  # no copy: a step changes p's memory
@@ -391,6 +399,8 @@ def train(mode, micro_steps, device="cpu"):
     torch.manual_seed(0)
     module = Model().to(device)
     is_sharded = mode in ("1", "2", "3")
+    if mode == "ddp":
+        broadcast_parameters(module)
     if is_sharded:
         make_shards(module)
     if mode in ("2", "3"):

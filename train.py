@@ -76,7 +76,7 @@ from data import (block_order, choose_tokenizer, count_blocks, encode_prompt, fi
                   load_tokenizer, load_tokens, read_blocks, ReadAhead, tokenize)
 from ddp import clip_gradients_, DDP, total_norm
 from model import GPT, GPTConfig, PRESETS
-from oracle import average_gradients, kinds_of_devices, take_device
+from oracle import average_gradients, broadcast_parameters, kinds_of_devices, take_device
 from zero import Zero1, Zero2, Zero3
 
 # -------------------------------------------------------------------------------------------------
@@ -793,8 +793,7 @@ class Bare(torch.nn.Module):
         super().__init__()
         self.module = module
         self.exposed_s = 0.0 if dist.get_backend() == "gloo" else math.nan
-        for p in module.parameters():
-            dist.broadcast(p.detach(), src=0)
+        broadcast_parameters(module)
 
     def forward(self, *inputs):
         return self.module(*inputs)

@@ -371,12 +371,6 @@ def fresh(name):
 # 3. wrappers: what is compared with one process
 
 
-def begin_alike(module):
-    """Where a wrapper does not do it, a script has to: send rank 0's values to all ranks."""
-    for t in itertools.chain(module.parameters(), module.buffers()):
-        dist.broadcast(t.data, 0)
-
-
 class Oracle(nn.Module):
     """An oracle of oracle.py, with the methods of a wrapper. `distributed` calls
     `reduce_gradients` after the backwards of a step."""
@@ -403,7 +397,7 @@ class Naive(Oracle):
 
     def __init__(self, module):
         super().__init__(module)
-        begin_alike(module)
+        oracle.broadcast_parameters(module)
 
     def set_gradient_divide_factor(self, factor):
         self.factor = factor
@@ -459,7 +453,7 @@ class ByHand(Oracle):
 
 def fsdp2(module, policy=MixedPrecisionPolicy(), units=None):
     """fully_shard on units, which are the elements of lists unless given, and on the root."""
-    begin_alike(module)
+    oracle.broadcast_parameters(module)
     if units is None:
         units = itertools.chain(*(m for m in module.modules() if isinstance(m, nn.ModuleList)))
     for m in (*units, module):

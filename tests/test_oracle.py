@@ -60,8 +60,8 @@ def test_oracle_frees_what_it_has_saved():
 
 @pytest.mark.ranks(3)
 def test_oracle_takes_a_group():
-    """average_gradients of some ranks is their mean, and asks no others; make_shards takes rank 0's
-    buffers, too."""
+    """average_gradients of some ranks is their mean, and asks no others; broadcast_parameters gives
+    them the values of the first of them, buffers included, and make_shards those of rank 0."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
     module = torch.nn.Linear(1, 1, bias=False)
@@ -69,10 +69,33 @@ def test_oracle_takes_a_group():
         module.weight.grad = torch.full((1, 1), rank + 1.0)
         oracle.average_gradients(module, group)
         assert module.weight.grad == 1.5, f"{module.weight.grad} is not the mean of 1 and 2"
+    others = dist.new_group([1, 2])
     norm = torch.nn.BatchNorm1d(2)
+    for t in (norm.weight.data, norm.running_mean):
+        t.fill_(rank)
+    if rank > 0:
+        oracle.broadcast_parameters(norm, others)
+        for t in (norm.weight, norm.running_mean):
+            assert (t == 1).all(), f"rank {rank} has {t}, and not the values of rank 1"
     norm.running_mean.fill_(rank)
     oracle.make_shards(norm)
     assert (norm.running_mean == 0).all(), f"rank {rank} has {norm.running_mean}"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", ["ddp", "1", "2", "3"])
+def test_oracle_begins_with_the_values_of_rank_0(mode):
+    """Ranks that draw their weights without a common seed end on one hash."""
+    drawn = []
+
+    def seed_by_rank(_):
+        drawn.append(torch.default_generator.manual_seed(dist.get_rank()))
+
+    with mock.patch.object(torch, "manual_seed", seed_by_rank):
+        digest, _, _ = oracle.train(mode, micro_steps=1)
+    digests = [None] * 2
+    dist.all_gather_object(digests, digest)
+    assert digests[0] == digests[1] and drawn, digests
 
 
 def test_oracle_refuses_a_device(capsys):

@@ -1,14 +1,12 @@
 """Data parallelism of oracle.py: after the last backward each gradient is averaged, one by one."""
 
-import torch.distributed as dist
 from torch.nn.utils import clip_grad_norm_
 
 import oracle
 
 
 def wrap(module):
-    for t in (*module.parameters(), *module.buffers()):
-        dist.broadcast(t.data, src=0)
+    oracle.broadcast_parameters(module)
     return module
 
 
