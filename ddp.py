@@ -962,7 +962,22 @@ class TorchOptions:
                  process_group: Group = None, bucket_cap_mb: float | None = None,
                  find_unused_parameters: bool = False, check_reduction: bool = False,
                  gradient_as_bucket_view: bool = False, static_graph: bool = False,
+                 delay_all_reduce_named_params: list | None = None,
+                 param_to_hook_all_reduce: torch.nn.Parameter | None = None,
+                 mixed_precision: object = None, device_mesh: object = None,
+                 skip_all_reduce_unused_params: bool = False,
+                 bucket_cap_mb_list: list[int] | None = None, batched_grad_copy: bool = False,
                  forward_sync_buffers: bool | None = None):
+        at_once = "leave it out, as every gradient is averaged during the backward"
+        for name, value, instead in (
+                ("delay_all_reduce_named_params", delay_all_reduce_named_params, at_once),
+                ("param_to_hook_all_reduce", param_to_hook_all_reduce, at_once),
+                ("mixed_precision", mixed_precision, "use torch.autocast, or Zero1's param_dtype"),
+                ("bucket_cap_mb_list", bucket_cap_mb_list, "give one bucket_cap_mb for all")):
+            if value is not None:
+                self._refuse(f"does not take {name}: {instead}")
+        if device_mesh is not None:
+            process_group = self._group_of(device_mesh, process_group)
         self.device_ids = device_ids
         self.find_unused_parameters = find_unused_parameters
         self._compared = [f"{bucket_cap_mb=}"]
@@ -975,6 +990,15 @@ class TorchOptions:
         self._has_averaged = False  # whether the last backward did
         self._may_step = False  # the last no_sync() has said so
         super().__init__(module, process_group, bucket_cap_mb, init_sync)
+
+    def _group_of(self, mesh, process_group):
+        """The ranks of a DeviceMesh of one dimension."""
+        if process_group is not None:
+            self._refuse("takes a process_group or a device_mesh, not both")
+        if mesh.ndim != 1:
+            self._refuse(f"takes a device_mesh of one dimension, and this one has {mesh.ndim}: "
+                         f'give mesh["the name of a dimension"]')
+        return mesh.get_group()
 
     def __reduce__(self):
         """For deepcopy, pickle and AveragedModel: how to make a copy, and what it has then. It has
@@ -1460,7 +1484,10 @@ class DDP(Guards, TorchOptions, UnevenRanks, RebuiltBuckets, PlainDDP):
     broadcast_buffers: torch's older name for it; False leaves buffers alone at the start, too. Then
     they may differ between ranks.
     init_sync: compare modules, and start with rank 0's parameters and buffers.
-    output_device, gradient_as_bucket_view, static_graph, dim, check_reduction: torch's; ignored.
+    device_mesh: of one dimension, in place of process_group.
+    output_device, dim, check_reduction, gradient_as_bucket_view, static_graph, batched_grad_copy,
+    skip_all_reduce_unused_params: torch's; ignored, as they change no gradient. Its other
+    arguments are refused by name.
 
     Names and meaning as in torch.nn.parallel.DistributedDataParallel, of which it is a virtual
     subclass. What `module._ddp_params_and_buffers_to_ignore` names is left alone. Raises

@@ -1,6 +1,7 @@
 """ddp.py: buckets, overlap, memory, and parameters that are not used."""
 
 import gc
+import inspect
 import math
 import re
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp
@@ -221,6 +223,43 @@ def test_inputs_keep_their_containers():
     model.reducer.prepare_for_backward([])
     assert not model.static_graph and not model.reducer._rebuild_buckets()
     assert model.require_forward_param_sync and model._get_ddp_logging_data() == {}
+
+
+def test_every_argument_of_torchs():
+    """DDP knows all that torch's constructor knows, in its order, and with its defaults; but for
+    the older name of a default that means the same."""
+    ours = inspect.signature(DDP.__init__).parameters
+    torchs = inspect.signature(DistributedDataParallel.__init__).parameters
+    assert [name for name in ours if name in torchs] == list(torchs), "missing, or in other places"
+    for name in torchs:
+        same = {ours[name].default, torchs[name].default} <= {None, True}
+        if not (name in ("broadcast_buffers", "forward_sync_buffers") and same):
+            assert ours[name].default == torchs[name].default, name
+
+
+REFUSED = {"delay_all_reduce_named_params": [], "param_to_hook_all_reduce": torch.ones(1),
+           "mixed_precision": object(), "bucket_cap_mb_list": [1, 25]}
+IGNORED = dict(output_device=0, dim=1, check_reduction=True, gradient_as_bucket_view=True,
+               static_graph=True, skip_all_reduce_unused_params=True, batched_grad_copy=True)
+
+
+@pytest.mark.ranks(2)
+def test_arguments_of_torchs():
+    """Each is taken, or ignored as it changes no gradient, or refused by name."""
+    for name, value in REFUSED.items():
+        raises(RuntimeError, f"DDP: does not take {name}: ", DDP, nn.Linear(2, 2), **{name: value})
+    x = torch.full((1, 2), dist.get_rank() + 1.0)
+    for options in ({}, IGNORED, dict(device_mesh=init_device_mesh("cpu", (2,)))):
+        model = DDP(nn.Linear(2, 2), **options)
+        model(x).sum().backward()
+        gradient = model.module.weight.grad
+        assert (gradient == 1.5).all(), f"{options}: {gradient} is not the mean of 1 and 2"
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "one"))
+    alone = DDP(nn.Linear(2, 2), device_mesh=mesh["one"])
+    assert alone.world_size == 1, "the ranks of the mesh"
+    for wrong in (dict(device_mesh=mesh),
+                  dict(device_mesh=mesh["all"], process_group=dist.group.WORLD)):
+        raises(RuntimeError, "device_mesh", DDP, nn.Linear(2, 2), **wrong)
 
 
 @pytest.mark.ranks(2, 3)
