@@ -64,6 +64,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from guards import Guards, refuse_held
 
@@ -1083,6 +1084,127 @@ class TorchOptions:
 
 
 # -------------------------------------------------------------------------------------------------
+# an optimizer's state
+
+
+class OptimizerStates:
+    """Before a wrapper: the state of an optimizer, whole and by name, as one process would have it.
+    Rank 0 can save it, and any wrapper on any number of ranks, or a bare module, can load it. It
+    has the form of torch's `get_optimizer_state_dict` with full_state_dict=True:
+
+        state         {name: {kind: value}}, such as {"blocks.0.weight": {"exp_avg": ..., ...}}
+        param_groups  as the optimizer has them, but their "params" are names
+
+    Names are those of the bare module; a tied parameter has its first.
+    """
+
+    @torch.no_grad()
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict:
+        """The whole state, on every rank, its tensors on the CPU. A collective for each parameter.
+        It takes the memory of the whole on every rank, which `sharded_state` of checkpoint.py does
+        not. Raises RuntimeError for a parameter of another wrapper or module."""
+        known = self._known_to_optimizers()
+        state = {}
+        groups = []
+        for group in optimizer.param_groups:
+            names = []
+            for p in group["params"]:
+                name, slot = self._known(p, known)
+                names.append(name)
+                own = tree_map_only(torch.Tensor, on_cpu, optimizer.state.get(p, {}))
+                whole = self._join_state(slot, own)
+                if whole:
+                    state[name] = whole
+            groups.append({**group, "params": names})
+        return {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer,
+                                       state_dict: dict) -> None:
+        """Load a whole state: each rank takes its part, and what groups say, such as rates. Raises
+        RuntimeError where groups have other parameters, or state has another shape, before
+        anything is changed."""
+        known = self._known_to_optimizers()
+        given_groups = state_dict["param_groups"]
+        of_groups = [[self._known(p, known) for p in g["params"]] for g in optimizer.param_groups]
+        ours = [{name for name, _ in of_group} for of_group in of_groups]
+        given = [set(group["params"]) for group in given_groups]
+        if ours != given:
+            differing = set().union(*ours) ^ set().union(*given)
+            self._refuse(f"nothing was loaded: the optimizer has {len(ours)} groups of parameters, "
+                         f"and what is given {len(given)}; of other names or in other groups are "
+                         f"{sorted(differing) or 'some'}")
+        state = {}  # by number, as optimizers save it
+        groups = []
+        n = 0
+        for of_group, group in zip(of_groups, given_groups):
+            groups.append({**group, "params": list(range(n, n + len(of_group)))})
+            for number, (name, slot) in enumerate(of_group, start=n):
+                if name in state_dict["state"]:
+                    state[number] = self._part_of_state(slot, state_dict["state"][name])
+            n += len(of_group)
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def _known_to_optimizers(self):
+        """{what an optimizer has of a parameter: (its name, its Slot; None if nothing is cut)}."""
+        known = {}
+        for p, name in first_names(named_tensors(self.module, "parameters")).items():
+            slot = self._slots.get(p)
+            is_cut = slot is not None and slot.layout is not None
+            known[slot.shard if is_cut else p] = name, slot if is_cut else None
+        return known
+
+    def _known(self, p, known):
+        if p not in known:
+            self._refuse("the optimizer has a parameter that is not this wrapper's: make it of "
+                         "model.parameters(), after the model was wrapped")
+        return known[p]
+
+    def _join_state(self, slot, own):
+        """This rank's {kind: value} of a parameter -> that of the whole. Ranks on which the shard
+        is empty are not asked."""
+        if slot is None:
+            return own
+        parts = [None] * dist.get_world_size(self.shard_group)
+        shape = slot.layout[0]
+        dist.all_gather_object(parts, (shape, own), group=self.shard_group)
+        holders = [(shape, state) for shape, state in parts if math.prod(shape) > 0] or parts[:1]
+        first_shape, whole = holders[0]
+        for kind, value in whole.items():
+            # Otherwise it is a count of steps; or one rank has the whole, of any shape.
+            if is_by_element(kind, value, first_shape) and first_shape != slot.shape:
+                elements = [state[kind].reshape(-1) for _, state in holders]
+                whole[kind] = torch.cat(elements).as_strided(slot.shape, slot.strides)
+        return whole
+
+    def _part_of_state(self, slot, whole):
+        """The reverse of `_join_state`, in new memory: on every rank what it has of the whole."""
+        whole = tree_map_only(torch.Tensor, torch.clone, whole)
+        if slot is None or slot.layout[0] == slot.shape:
+            return whole
+        first, end = slot.bucket.shard_range(slot)
+        if first == end and slot.n > 0:
+            return {}
+        for kind, value in whole.items():
+            if is_by_element(kind, value, slot.shape):
+                packed = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype)
+                elements = packed.copy_(value).as_strided((slot.n,), (1,))
+                whole[kind] = elements[first:end].clone().view(slot.layout[0])
+        return whole
+
+
+def on_cpu(t):
+    """A copy that stays as it is while training goes on."""
+    return t.detach().to("cpu", copy=True)
+
+
+def is_by_element(kind, value, shape):
+    """Whether an optimizer keeps a number for each element of a parameter of this shape. "step" is
+    a count of steps in torch's optimizers, also for a parameter of no dimensions."""
+    return kind != "step" and isinstance(value, torch.Tensor) and value.shape == shape
+
+
+# -------------------------------------------------------------------------------------------------
 # names, and hooks
 
 
@@ -1471,7 +1593,7 @@ class NoReducer:
 
 
 @torch.nn.parallel.DistributedDataParallel.register  # for isinstance(), which libraries ask
-class DDP(Guards, TorchOptions, UnevenRanks, RebuiltBuckets, PlainDDP):
+class DDP(Guards, TorchOptions, UnevenRanks, RebuiltBuckets, OptimizerStates, PlainDDP):
     """Average gradients over the ranks of process_group during every backward of module.
 
     device_ids: None, or a list of the one device of module, to which inputs are moved.

@@ -712,9 +712,25 @@ SHAPES = {"shape", "size", "numel", "nelement", "stride", "__len__", "T", "mT", 
 BY_CHANCE = set("""
     normal_ uniform_ kaiming_uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_
 """.split())
-# Optimizers that look at whole parameters, by words in their names.
-NOT_ELEMENTWISE = "adafactor", "lamb", "lars", "muon", "shampoo", "soap"
-NOT_BY_PARAMETER = "lbfgs", "prodigy", "dadapt"  # which look at all parameters at once
+# Optimizers that look at whole parameters, by the names of their classes, in small letters: torch's
+# and those of timm, transformers, apex, bitsandbytes, pytorch-optimizer and of papers.
+NOT_ELEMENTWISE = set("""
+    adafactor adafactorbigvision came sm3 adam_mini adammini galoreadamw galoreadafactor apollo fira
+    lamb fusedlamb fusedmixedprecisionlamb onebitlamb lamb8bit lamb32bit
+    lars pytorchlars lars8bit lars32bit novograd nvnovograd fusednovograd adamp sgdp fromage nero
+    muon singledevicemuon muonwithauxadam singledevicemuonwithauxadam muonadamw distmuon
+    distmuonadamw distributedmuon adamuon normuon dion scion
+    shampoo scalableshampoo distributedshampoo soap splus kron psgd kfac ekfac
+""".split())
+# And those that look at all parameters at once.
+NOT_BY_PARAMETER = set("""
+    lbfgs fulllbfgs lbfgsnew prodigy prodigyplusschedulefree dadaptadam dadaptsgd dadaptadagrad
+    dadaptlion dadaptadan dadaptadanip dog ldog momo momoadam
+""".split())
+PLACE = "shards"  # in an optimizer's groups: `_guard_owner`
+# The way out, where a name is that of another optimizer.
+NOT_THAT_ONE = ("If it is another one of that name, which changes each element by that element's "
+                "gradient alone, set optimizer.is_elementwise = True")
 
 
 @dataclasses.dataclass(eq=False)
@@ -1049,6 +1065,7 @@ class ShardGuards(Guards):
         self._guard_checked = weakref.WeakSet()  # optimizers, by `_guard_check_state`
         self._guard_hooked = weakref.WeakSet()  # those that tell when they have loaded state
         self._guard_unasked = set()  # shards that are a `Shard`
+        self._guard_place = None  # whose shards these are: `_guard_owner`
         self._guard_whole = set()  # shards of uncut parameters
         self._guard_elsewhere = set()  # and those of them that other ranks own: empty here
         for p, slot in self._slots.items():
@@ -1293,18 +1310,12 @@ class ShardGuards(Guards):
         name = type(optimizer).__name__
         closures = [*arguments[1:], options.get("closure")]  # which will make a backward
         has_closure = any(closure is not None for closure in closures)
-        if any(word in name.lower() for word in NOT_BY_PARAMETER):
-            self._refuse(f"{name} looks at all whole parameters at once: use DDP")
-        if any(word in name.lower() for word in NOT_ELEMENTWISE):
-            for fqn, shard in self.named_parameters():
-                if shard in given and shard not in self._guard_whole:
-                    self._refuse(f"{name} looks at whole parameters, and would see a part of "
-                                 f"{fqn}: pass all of its parameters as uncut= when wrapping, or "
-                                 f"use DDP")
+        self._guard_elementwise(optimizer, given)
         self._guard_end_of_questions()
         is_torchs = type(optimizer).__module__.startswith("torch.optim.")
         if is_torchs and optimizer not in self._guard_checked:
             self._guard_check_state(optimizer)
+        self._guard_owner(optimizer)
         own = given - self._guard_elsewhere
         has_gradient = any(shard.grad is not None for shard in own)
         if self._guard_awaits_backward and own and not has_closure and not has_gradient:
@@ -1321,6 +1332,40 @@ class ShardGuards(Guards):
             if isinstance(gradient, Part) and (is_torchs or shard in self._guard_whole):
                 gradient.__class__ = torch.Tensor
                 self._guard_in_step.append(gradient)
+
+    def _guard_elementwise(self, optimizer, given):
+        """Refuse an optimizer that looks at more than single elements, by the name of its class, or
+        of one from which it is derived. given: the set of its parameters."""
+        name = type(optimizer).__name__
+        names = {kind.__name__.lower() for kind in type(optimizer).__mro__}
+        if getattr(optimizer, "is_elementwise", False):
+            return
+        if names & NOT_BY_PARAMETER:
+            self._refuse(f"{name} looks at all whole parameters at once: use DDP. ({NOT_THAT_ONE})")
+        if names & NOT_ELEMENTWISE:
+            for fqn, shard in self.named_parameters():
+                if shard in given and shard not in self._guard_whole:
+                    self._refuse(f"{name} looks at whole parameters, and would see a part of "
+                                 f"{fqn}: pass all of its parameters as uncut= when wrapping, or "
+                                 f"use DDP. ({NOT_THAT_ONE})")
+
+    def _guard_owner(self, optimizer):
+        """An optimizer's groups are saved with its state. So they say whose shards these are: rank
+        0's state, which a library may have saved for all, is refused elsewhere. (Its shapes need
+        not tell.)"""
+        if self._guard_place is None:
+            ranges = [slot.bucket.shard_range(slot) for slot in self._slots.values()]
+            rank, W = dist.get_rank(self.shard_group), self.shard_size
+            self._guard_place = f"rank {rank} of {W}, {zlib.crc32(repr(ranges).encode()):08x}"
+        for group in optimizer.param_groups:
+            if self._shards.isdisjoint(group["params"]):
+                continue
+            place = group.setdefault(PLACE, self._guard_place)
+            if place != self._guard_place:
+                self._refuse(f"the optimizer's state is of the shards of {place}, and this is "
+                             f"{self._guard_place}: its state_dict() is one rank's. Save "
+                             f"full_optimizer_state_dict(optimizer), or by sharded_state() of "
+                             f"checkpoint.py")
 
     def _guard_is_held(self, slot):
         return isinstance(slot.shard.grad, Held)  # which zero_grad() takes away
@@ -1358,6 +1403,14 @@ class ShardGuards(Guards):
         self._hide_all()
         self._bring_home()
         yield from super().full_parameters()
+
+    def full_optimizer_state_dict(self, optimizer):
+        self._guard_structure()
+        self._guard_owner(optimizer)
+        found = super().full_optimizer_state_dict(optimizer)
+        for group in found["param_groups"]:
+            group.pop(PLACE, None)
+        return found
 
     def shard_starts(self):
         self._guard_structure()

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict, set_optimizer_state_dict, StateDictOptions)
 from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -142,6 +144,184 @@ def test_any_wrapper_reads_another(first, second, n_ranks, optimizer, groups, tm
     found = torch.load(f"{folder}.pt")
     groups.run(unbroken, dict(options, ns=[n_first, n_first, n_ranks, n_ranks]), 1, 60)
     same_bits(torch.load(f"{folder}.pt"), found)
+
+
+# ---- the whole state, which rank 0 saves by itself
+
+
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def save_whole(model, optimizers, path):
+    """As a library would: rank 0 writes what all ranks have made. A module without any wrapper is
+    saved by torch's own function."""
+    if hasattr(model, "full_optimizer_state_dict"):
+        states = [model.full_optimizer_state_dict(optimizer) for optimizer in optimizers]
+    else:
+        states = [get_optimizer_state_dict(model, o, options=WHOLE) for o in optimizers]
+    is_sharded = hasattr(model, "full_state_dict")
+    weights = model.full_state_dict() if is_sharded else bare(model).state_dict()
+    if dist.get_rank() == 0:
+        torch.save((weights, states), path)
+
+
+def load_whole(model, optimizers, path):
+    weights, states = torch.load(path)
+    if hasattr(model, "load_full_state_dict"):
+        model.load_full_state_dict(weights)
+    else:
+        bare(model).load_state_dict(weights)
+    for optimizer, state in zip(optimizers, states):
+        if hasattr(model, "load_full_optimizer_state_dict"):
+            model.load_full_optimizer_state_dict(optimizer, state)
+        else:
+            set_optimizer_state_dict(model, optimizer, optim_state_dict=state, options=WHOLE)
+
+
+def bare(model):
+    return getattr(model, "module", model)
+
+
+def whole_leg(wrapper, optimizer, path, begins, steps, n):
+    model, optimizers = build(wrapper, optimizer)
+    if not begins:
+        load_whole(model, optimizers, path)
+    train(model, optimizers, steps, n)
+    save_whole(model, optimizers, path)
+
+
+def unbroken_whole(optimizer, path, ns):
+    model, optimizers = build("plain", optimizer)
+    for step, n in enumerate(ns):
+        train(model, optimizers, [step], n)
+    save_whole(model, optimizers, path)
+
+
+WHOLE_JOURNEYS = [("zero3", 4, "zero1", 2), ("plain", 1, "zero3", 3)]
+OTHER_WHOLE_JOURNEYS = [("zero2", 3, "plain", 1), ("ddp", 2, "zero3", 4), ("zero1", 3, "ddp", 2),
+                        ("zero3_alone", 2, "zero2", 3),
+                        ("zero3_offloaded", 3, "zero1", 2), ("zero2", 2, "zero3_offloaded", 3),
+                        ("zero3", 1, "ddp", 4), ("ddp", 3, "plain", 1)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("first, n_first, second, n_second",
+                         [*WHOLE_JOURNEYS, *(full(*j) for j in OTHER_WHOLE_JOURNEYS)])
+def test_whole_state_goes_anywhere(first, n_first, second, n_second, optimizer, groups, tmp_path):
+    """Rank 0 has saved whole weights and whole optimizer state after two steps. Whatever loads them
+    ends, two steps later, with the weights and the state, name by name, of a plain module that
+    never stopped."""
+    path = str(tmp_path / "whole.pt")
+    options = dict(optimizer=optimizer, path=path)
+    groups.run(whole_leg, dict(options, wrapper=first, begins=True, steps=[0, 1], n=n_first),
+               n_first, 60)
+    groups.run(whole_leg, dict(options, wrapper=second, begins=False, steps=[2, 3], n=n_second),
+               n_second, 60)
+    weights, states = torch.load(path)
+    ns = [n_first, n_first, n_second, n_second]
+    groups.run(unbroken_whole, dict(options, ns=ns), 1, 60)
+    expected_weights, expected_states = torch.load(path)
+    same_bits(expected_weights, weights)
+    for expected, found in zip(expected_states, states, strict=True):
+        same_groups(expected["param_groups"], found["param_groups"])
+        assert expected["state"].keys() == found["state"].keys()
+        for name, state in expected["state"].items():
+            same_bits(state, found["state"][name])
+
+
+def same_groups(expected, found):
+    """torch's own function has names in another order, and lists in place of tuples."""
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys(), one.keys() ^ other.keys()
+        assert sorted(one["params"]) == sorted(other["params"])
+        for name in one.keys() - {"params"}:
+            values = [tuple(v) if isinstance(v, list) else v for v in (one[name], other[name])]
+            assert values[0] == values[1], f"{name}: {values}"
+
+
+class Difficult(nn.Module):
+    """No dimensions; channels_last; frozen; tied; smaller than the number of ranks; empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.image = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x):
+        image = self.image(torch.ones(1, 3, 4, 4)).sum() * self.frozen.sum()
+        return self.second(self.first(x)).sum() * self.scale + image + self.empty.sum()
+
+
+def two_groups(parameters):
+    parameters = list(parameters)
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() < 2]
+    return torch.optim.AdamW([dict(params=matrices), dict(params=others, lr=0.3)], lr=0.1,
+                             foreach=False, amsgrad=True)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("kind", [DDP, Zero1, Zero2, Zero3])
+def test_whole_state_is_torchs(kind):
+    """Of difficult parameters, to the name, shape, strides and bit; and of no step at all."""
+    torch.manual_seed(0)
+    plain = Difficult()
+    torch.manual_seed(0)
+    model = kind(Difficult())
+    x = torch.ones(2, 2)
+    states = []
+    for module in (plain, model):
+        optimizer = two_groups(module.parameters())
+        if module is model:
+            before = model.full_optimizer_state_dict(optimizer)
+            assert before["state"] == {}
+        for _ in range(2):
+            module(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if module is plain:
+            states.append(get_optimizer_state_dict(plain, optimizer, options=WHOLE))
+        else:
+            states.append(model.full_optimizer_state_dict(optimizer))
+    expected, found = states
+    same_groups(expected["param_groups"], found["param_groups"])
+    for name, state in found["state"].items():
+        for what, value in state.items():
+            wanted = expected["state"][name][what]
+            assert value.stride() == wanted.stride(), f"{what} of {name}"
+        same_bits(expected["state"][name], state)
+    assert expected["state"].keys() - found["state"].keys() <= {"frozen"}, "torch invents its state"
+    again = two_groups(model.parameters())
+    model.load_full_optimizer_state_dict(again, found)
+    for name, state in model.full_optimizer_state_dict(again)["state"].items():
+        same_bits(found["state"][name], state)
+    model.load_full_optimizer_state_dict(again, expected)  # and torch's
+    model(x).backward()
+    again.step()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [DDP, Zero3])
+def test_whole_state_that_does_not_fit(kind):
+    """Another number of groups, another name, another wrapper's parameters: nothing is loaded."""
+    model = kind(Difficult())
+    optimizer = two_groups(model.parameters())
+    whole = model.full_optimizer_state_dict(optimizer)
+    one = torch.optim.AdamW(model.parameters(), lr=7.0)
+    raises(RuntimeError, "has 1 groups of parameters, and what is given 2",
+           model.load_full_optimizer_state_dict, one, whole)
+    whole["param_groups"][0]["params"][0] = "elsewhere"
+    raises(RuntimeError, "'elsewhere', 'empty'", model.load_full_optimizer_state_dict,
+           optimizer, whole)
+    other = two_groups(Difficult().parameters())
+    for call in (partial(model.full_optimizer_state_dict, other),
+                 partial(model.load_full_optimizer_state_dict, other, whole)):
+        raises(RuntimeError, "not this wrapper's", call)
+    assert one.param_groups[0]["lr"] == 7.0 and not optimizer.state, "something was loaded"
 
 
 FIRST_STEPS = [adamw, sgd, muon, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from checkpoint import sharded_state
-from guards import Shard
+from guards import NOT_BY_PARAMETER, NOT_ELEMENTWISE, Shard
 from tests.common import raises
 from tests.scripts import Net
 from tests.wrappers import WRAPPERS
@@ -297,6 +297,74 @@ def test_state_of_other_shapes_is_loaded(stage):
             stepped(model, optimizer)
             optimizer.load_state_dict(optimizer.state_dict())
         assert len(optimizer._optimizer_load_state_dict_post_hooks) <= 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_of_equal_shards_is_refused(stage):
+    """Where shards are equally large its shapes do not tell. A library saves rank 0's for all, and
+    loads it into an optimizer that has made no step yet, of this stage or of the next process's."""
+    def made():
+        model = STAGES[stage](nn.Linear(8, 8, bias=False))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    rank = dist.get_rank()
+    model, optimizer = made()
+    stepped_once(model, optimizer)
+    own = optimizer.state_dict()
+    of_rank_0 = [own]
+    dist.broadcast_object_list(of_rank_0)
+    for again, later in (made(), (model, torch.optim.AdamW(model.parameters()))):
+        later.load_state_dict(of_rank_0[0])
+        if rank > 0:
+            raises(RuntimeError, "of the shards of rank 0 of 2, .* this is rank 1 of 2",
+                   again.full_optimizer_state_dict, later)
+            raises(RuntimeError, r"full_optimizer_state_dict\(", later.step)
+    again, later = made()
+    later.load_state_dict(own)
+    stepped_once(again, later)  # its own is right
+    assert all("shards" not in group
+               for group in again.full_optimizer_state_dict(later)["param_groups"])
+
+
+def stepped_once(model, optimizer):
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class LambdaSGD(torch.optim.SGD):
+    """Element by element, although its name begins as that of another one."""
+
+
+class Lamb(torch.optim.SGD):
+    pass
+
+
+class Derived(Lamb):
+    pass
+
+
+class Prodigy(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizers_are_known_by_their_whole_names(stage):
+    model = STAGES[stage](nn.Linear(8, 8))
+    stepped_once(model, LambdaSGD(model.parameters()))
+    for kind, why in ((Lamb, "Lamb looks at whole parameters"), (Derived, "Derived looks at whole"),
+                      (Prodigy, "Prodigy looks at all whole parameters at once")):
+        optimizer = kind(model.parameters())
+        text = raises(RuntimeError, why, stepped_once, model, optimizer)
+        assert "set optimizer.is_elementwise = True" in text
+        optimizer.is_elementwise = True
+        optimizer.step()
+        optimizer.zero_grad()
+    assert NOT_ELEMENTWISE.isdisjoint(NOT_BY_PARAMETER)
+    for name in NOT_ELEMENTWISE | NOT_BY_PARAMETER:
+        assert name == name.lower(), "names are compared in small letters"
 
 
 # ---- otherwise a shard is a Parameter
