@@ -53,6 +53,7 @@ which a layer does without the plain method, such as a comm hook in place of the
 the file are the collectives' bodies.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -140,9 +141,9 @@ MESSAGE_BYTES = 2**18  # buckets grow with W, as smaller chunks than this take a
 ALIGN_CHUNK_BYTES = 16  # chunks are multiples of it, so that kernels and NCCL read 16 bytes at once
 
 
-def bucket_bytes(W):
-    """Largest size of a bucket for W ranks."""
-    return max(BUCKET_BYTES, W * MESSAGE_BYTES)
+def bucket_bytes(W, cap_mb=None):
+    """Largest size of a bucket for W ranks, unless a script has said how many MB."""
+    return max(BUCKET_BYTES, W * MESSAGE_BYTES) if cap_mb is None else cap_mb * 2**20
 
 
 def round_up(n, multiple):
@@ -260,8 +261,8 @@ class Wrapper(torch.nn.Module):
 
         world_size   W
         shard_group  the ranks over which parameters are sharded; None in DDP
-        exposed_s    seconds that the training thread has waited for communication, sums included.
-                     For an accelerator's stream it does not wait, and so cannot tell: nan
+        exposed_s    seconds that this rank has waited for communication, sums included: by a
+                     `Stopwatch`
     """
 
     def __init__(self, module, process_group=None, init_sync=True):
@@ -273,13 +274,17 @@ class Wrapper(torch.nn.Module):
             self._refuse("this rank is not in process_group")
         self.shard_group = None
         self.gradient_divide_factor = self.world_size
-        self.exposed_s = 0.0
+        self._stopwatch = Stopwatch()
         self._first_tag = 0  # of this wrapper's messages
         if init_sync:
             self._agree_on_module()
 
     def forward(self, *inputs, **kwargs):
         return self.module(*inputs, **kwargs)
+
+    @property
+    def exposed_s(self) -> float:
+        return self._stopwatch.read()
 
     def _agree_on_module(self):  # a joint
         """Ranks wrap equal modules."""
@@ -316,7 +321,7 @@ class Wrapper(torch.nn.Module):
     @contextlib.contextmanager
     def _waiting(self, *what):
         """Around a call that waits: time it, name it in a profile, and in an error."""
-        start_s = time.perf_counter()
+        begun = self._stopwatch.now()
         try:
             with span("wait:", *what):
                 yield
@@ -326,8 +331,7 @@ class Wrapper(torch.nn.Module):
                                f"backward or saving, or called wrappers or units in another "
                                f"order?): {error}") from error
         finally:
-            if not math.isnan(self.exposed_s):  # to set an attribute of a Module takes 5 us
-                self.exposed_s += time.perf_counter() - start_s
+            self._stopwatch.add_since(begun)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by factor, a number above 0, and no longer by W,
@@ -531,8 +535,7 @@ class Reducer(Wrapper):
         self._trained = [slot for slot in self._slots.values() if slot.bucket in buckets]
         for slot in self._trained:
             p = slot.parameter
-            if not p.is_cpu:
-                self.exposed_s = math.nan
+            self._stopwatch.device = p.device
             self._add_hook(p.register_hook, weakly(self._notice_backward))
             mark_param_ready = weakly(self._mark_param_ready, slot)
             self._add_hook(p.register_post_accumulate_grad_hook, mark_param_ready)
@@ -603,9 +606,7 @@ class PlainDDP(Reducer):
     def __init__(self, module: torch.nn.Module, process_group: Group = None,
                  bucket_cap_mb: float | None = None, init_sync: bool = True):
         super().__init__(module, process_group, init_sync)
-        self.bucket_cap_mb = bucket_cap_mb
-        if bucket_cap_mb is None:
-            self.bucket_cap_mb = bucket_bytes(self.world_size) / 2**20
+        self.bucket_cap_mb = bucket_bytes(self.world_size, bucket_cap_mb) / 2**20
         names = first_names(self._named("parameters"))
         devices = {t.device: name for name, t in self._named("parameters") + self._named("buffers")}
         trained = [p for p in names if p.requires_grad]
@@ -1260,6 +1261,43 @@ def weakly(method, *first):
         return function(weak_self(), *first, *arguments)
 
     return hook
+
+
+class Stopwatch:
+    """Adds up seconds of waiting: of the training thread on a CPU; of the stream on an accelerator,
+    which the thread does not wait for. There an event before a wait and one after it are read when
+    both have passed, so a wait may count a step later. (nan if events of the device have no times.)
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.seconds = 0.0
+        self.waits = collections.deque()  # (event before, event after), not read yet
+
+    def now(self):
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def add_since(self, begun):
+        if self.device.type == "cpu":
+            self.seconds += time.perf_counter() - begun
+        else:
+            self.waits.append((begun, self.now()))
+            self.read()
+
+    def read(self):
+        """The sum so far."""
+        while self.waits and self.waits[0][1].query():
+            begun, ended = self.waits.popleft()
+            try:
+                self.seconds += begun.elapsed_time(ended) / 1e3
+            except RuntimeError:
+                self.seconds = math.nan
+        return self.seconds
 
 
 def span(*what):

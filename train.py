@@ -153,7 +153,7 @@ class Config:
     reduce_dtype: str = flag(None, "in which gradients are sent [fp32]", choices=DTYPES,
                              needs=ZERO)
     # data parallelism
-    bucket_cap_mb: float = flag(25.0, "ddp, torch-ddp: MB of gradients that are sent together",
+    bucket_cap_mb: float = flag(25.0, "MB that are sent together; not in naive, torch-fsdp",
                                 least=1e-9, most=1e6)
     find_unused_parameters: bool = flag(False, "ddp, torch-ddp: some may have no gradient")
     comm_hook: str = flag(None, "ddp: compress gradients; powersgd, topk: after the warm-up",
@@ -825,7 +825,7 @@ def wrap(gpt, config, device):
         model = STAGES[config.mode](gpt, param_dtype=DTYPES.get(config.param_dtype),
                                     reduce_dtype=DTYPES.get(config.reduce_dtype),
                                     shard_size=config.shard_size, offload=config.offload,
-                                    uncut=for_muon)
+                                    uncut=for_muon, bucket_cap_mb=bucket_cap_mb)
     elif config.mode == "ddp":
         model = DDP(gpt.to(device), bucket_cap_mb=bucket_cap_mb,
                     find_unused_parameters=config.find_unused_parameters)

@@ -68,7 +68,8 @@ from model import GPT, GPTConfig
 from tests.hints import difference
 from tests.measure import (Chain, evaluation, every_collective, four_announced, four_micro_steps,
                            four_of_which_one_is_synced, IN_ANOTHER_ORDER, live_bytes, one_step,
-                           one_unit, part_of_others, Registered, second_step, unsynced_step)
+                           one_unit, part_of_others, part_of_tolerance, Registered, second_step,
+                           unsynced_step)
 from tests.own import on_device, own_file
 from tests.ranks import (check, chosen, device, Failure, grid, JUDGED, only_full, print_names,
                          PROVED, rows_of, run_parts)
@@ -86,6 +87,7 @@ CLAIMS = {
     "Each stage ends on the bits of oracle.py, in modules that this can take":
         ["stages_are_the_oracles"],
     "At W = 2 torch's own wrappers end on the same bits as ours": ["bits_of_torch"],
+    "At other W they are about as close to ours as to each other": ["close_to_torch"],
     "A rank receives and holds the bytes of the ZeRO paper's formulas":
         ["memory_is_the_formulas", "traffic_is_the_formulas"],
     "So it does, and overlaps as much, in whatever order a module is registered":
@@ -915,6 +917,21 @@ def bits_of_torch(torchs, ours, modules, torch_optimizer=None, **options):
 
 
 OF_TORCH = ("torch ddp", "fsdp2")
+
+
+@check(*grid(W=(3, 4), modules=(("gpt", "lora"),)))
+def close_to_torch(modules):
+    """Gradients and parameters of three steps are those of torch's DDP and FSDP2 up to 1e-6, and
+    1e-5 of their size: W - 1 sums round by 6e-8 of them each, and AdamW makes that larger."""
+    largest = {}
+    for name in modules:
+        found = {who: distributed(WRAPPERS[who], name) for who in (*OF_TORCH, "ddp", "zero3")}
+        for one, other in itertools.combinations(found, 2):
+            part = part_of_tolerance(found[one], found[other], atol=1e-6, rtol=1e-5)
+            assert part <= 1, f"{one} and {other}, {name}: {part:.2f} of the tolerance"
+            largest[f"{one} and {other}"] = max(part, largest.get(f"{one} and {other}", 0))
+    parts = [f"{who} {part:.2f}" for who, part in largest.items()]
+    return f"largest difference, as a part of the tolerance: {', '.join(parts)}"
 
 
 # -------------------------------------------------------------------------------------------------

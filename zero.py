@@ -361,6 +361,8 @@ class Stage(Reducer):
         _shards  {a shard}: of all parameters
     """
 
+    bucket_cap_mb = None  # as of `PlainDDP`
+
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None = None,
                  units: Iterable[nn.Module] | None = None):
         super().__init__(module, process_group)
@@ -410,7 +412,7 @@ class Stage(Reducer):
                 self._take_values(bucket)
 
     def _buckets_of(self, unit, parameters):  # a joint
-        most_bytes = bucket_bytes(self.shard_size)
+        most_bytes = bucket_bytes(self.shard_size, self.bucket_cap_mb)
         buckets = []
         for alike in trained_and_frozen(parameters):
             for some in fill_buckets(alike, most_bytes, first_bytes=most_bytes):
@@ -1492,10 +1494,11 @@ class ZeroOptions(Hybrid, OtherMemory, Uncut, MetaDevice):
                  reduce_dtype: torch.dtype | None = None, shard_size: int | None = None,
                  offload: bool = False, init_fn: Callable[[nn.Module], object] | None = None,
                  device: torch.device | str | None = None, uncut: Iterable[nn.Parameter] = (),
-                 broadcast_buffers: bool = True):
+                 broadcast_buffers: bool = True, bucket_cap_mb: float | None = None):
         self.forward_sync_buffers = self._sends_buffers_at_first = broadcast_buffers
+        self.bucket_cap_mb = bucket_cap_mb
         self._uncut = set_of_parameters(module, uncut)
-        self._compared = [f"{param_dtype=} {reduce_dtype=} {shard_size=}"]
+        self._compared = [f"{param_dtype=} {reduce_dtype=} {shard_size=} {bucket_cap_mb=}"]
         for name, p in named_tensors(module, "parameters"):
             if p in self._uncut:
                 self._compared.append(f"uncut: {name}")
@@ -1898,6 +1901,8 @@ class Zero1(ShardGuards, ZeroOptions, UnevenForwards, StateDicts, PlainZero1):
     uncut: parameters each of which one rank owns whole, as Muon needs it: see `OwnedBucket`.
     broadcast_buffers: rank 0's buffers go to all ranks at the start, and before a forward, as in
     `DDP`. If not, each rank keeps its own.
+    bucket_cap_mb: largest size of a bucket; None: 25, or W/4 if that is more. Each unit has buckets
+    of its own, and one, of any size, for what is uncut.
 
     A shard's shape is that of this rank's part, as optimizers need it: (n, 1, ..., 1). That of the
     whole parameter is its attribute `whole_shape`.

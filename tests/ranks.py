@@ -231,8 +231,9 @@ class Groups:
 
 
 def passed_or_failed(answers, failure):
-    """The outcome of a check that asserts, and what there is to say."""
-    return ("passed", "") if failure is None else ("failed", str(failure))
+    """The outcome of a check that asserts, and what there is to say: what rank 0 has returned, if
+    it is not None, or the failure."""
+    return ("passed", answers[0] or "") if failure is None else ("failed", str(failure))
 
 
 @dataclasses.dataclass
@@ -280,7 +281,7 @@ class Row:
         else:
             outcome, fact = self.outcome_of(*self.answers(groups))
             if outcome == "passed":
-                text = name
+                text = f"{name}: {fact}" if fact else name
             elif outcome == "failed" and self.counts:
                 text = f"FAILED {name}\n    {fact}"
             elif outcome == "failed":

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ddp
 import oracle
 import train
 from extras import auto
@@ -210,6 +211,47 @@ def test_times_of_all_ranks():
             mem_bytes=[1, 2, 3])
         table[1] = [math.nan, math.nan]
         assert train.over_ranks(own, np.array(table))["slowest"] is None
+
+
+class Event:
+    """Of a stream that is slow: it comes to an event when `passed` says so."""
+    passed = 0  # how many
+    recorded = []  # times in ms, one each
+
+    def __init__(self, device, enable_timing):
+        assert device.type != "cpu" and enable_timing
+
+    def record(self):
+        self.number = len(Event.recorded)
+        Event.recorded.append(7.0 * self.number**2)
+
+    def query(self):
+        return self.number < Event.passed
+
+    def elapsed_time(self, other):
+        return Event.recorded[other.number] - Event.recorded[self.number]
+
+
+def test_a_streams_waits_are_read_later():
+    """On an accelerator a wait counts when its events have passed, and nobody waits for them; also
+    if nobody asks, no more are kept than are under way."""
+    stopwatch = ddp.Stopwatch()
+    stopwatch.device = torch.device("cuda")
+    with mock.patch.object(torch, "Event", Event):
+        for _ in range(3):
+            stopwatch.add_since(stopwatch.now())  # events 0 and 1, 2 and 3, 4 and 5
+        assert stopwatch.read() == 0 and len(stopwatch.waits) == 3, "no event has passed"
+        Event.passed = 3
+        assert stopwatch.read() == 0.007, "of events 0 and 1; 3 has not passed"
+        Event.passed = 6
+        assert abs(stopwatch.read() - (7 + 35 + 63) / 1e3) < 1e-9 and not stopwatch.waits
+        Event.passed = math.inf
+        for _ in range(3):
+            stopwatch.add_since(stopwatch.now())
+        assert not stopwatch.waits
+        with mock.patch.object(Event, "elapsed_time", side_effect=RuntimeError("no times")):
+            stopwatch.add_since(stopwatch.now())
+        assert math.isnan(stopwatch.read()), "no number is better than a wrong one"
 
 
 @pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "ddp")])

@@ -626,7 +626,7 @@ def test_the_first_backward_does_not_wait_for_the_root():
 @pytest.mark.ranks(2)
 def test_a_head_does_not_wait_for_all_units():
     """Where it has a bucket of its own, that is full when a backward begins."""
-    with mock.patch("zero.bucket_bytes", lambda W: 32):
+    with mock.patch("zero.bucket_bytes", lambda W, cap_mb: 32):
         model = Zero3(Pictures("first"))
     for _ in range(2):
         model(IDX, True).backward()

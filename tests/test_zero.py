@@ -61,6 +61,23 @@ def test_uncut_has_the_bits_of_one_process(wrapper, modules, options):
         compare(WRAPPERS[wrapper], name, f"{wrapper}, {name}", **options)
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", STAGES)
+def test_small_buckets(stage):
+    """bucket_cap_mb changes how many messages there are, and no bit, also where matrices are uncut;
+    all ranks have to say the same one."""
+    n_buckets = []
+    for cap_mb in (None, 25.0, 0.008, 1e-6):
+        wrap = partial(STAGES[stage], bucket_cap_mb=cap_mb)
+        n_buckets.append(len(wrap(fresh("gpt"))._all_buckets()))
+        compare(wrap, "gpt", f"{stage}, {cap_mb} MB")
+    compare(partial(uncut, STAGES[stage], bucket_cap_mb=0.001), "gpt", "uncut")
+    n_parameters = len(list(fresh("gpt").parameters()))
+    assert n_buckets[0] == n_buckets[1] < n_buckets[2] < n_buckets[3] == n_parameters, n_buckets
+    rank = dist.get_rank()
+    raises(RuntimeError, "bucket_cap_mb=", STAGES[stage], fresh("gpt"), bucket_cap_mb=1.0 + rank)
+
+
 @pytest.mark.parametrize("W", [2, 3, full(4)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_uncut_has_one_owner(stage):
