@@ -6,6 +6,7 @@ import json
 import pathlib
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import ddp
 from bench import compare, fit
 from tests.params import ROOT
-from tests.runs import finish, lines_of, nothing, run_train
+from tests.runs import finish, lines_of, nothing, run_train, this_rank
 
 # -------------------------------------------------------------------------------------------------
 # running
@@ -111,6 +112,25 @@ def test_the_limit_is_what_a_message_takes():
     assert run.codes == [0, 0], run
     limits = [number(row[9]) for row in rows_of(run.stdout[0])]
     assert limits == pytest.approx([50e3, 50e3, 100e3, 100e3], rel=0.3)
+
+
+def slow_on_rank_1():
+    """Plant a broadcast after which rank 1, which prints nothing, is late."""
+    real = ddp.broadcast
+
+    def late(*arguments):
+        real(*arguments)
+        if this_rank() == 1:
+            time.sleep(0.05)
+
+    ddp.broadcast = late
+
+
+def test_the_slowest_rank_counts():
+    run = ranks_of("collectives.py", 2, "--sizes", "1kB", "--repeats", "3", plant=slow_on_rank_1)
+    assert run.codes == [0, 0], run
+    medians = {row[1]: number(row[2]) for row in rows_of(run.stdout[0])}
+    assert medians["broadcast"] >= 50e3, medians
 
 
 def change_an_element(name):
@@ -329,9 +349,9 @@ def row_of(name, text):
 def test_compare(tmp_path, capsys):
     """Two modes with the same bits, another seed, numbers that were changed, a damaged file."""
     a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
-    result = finish(a, 2, mode="ddp", save_interval=4)
-    finish(b, 2, mode="zero3", save_interval=4)
-    other = finish(c, 2, mode="zero3", save_interval=4, seed=2)
+    result = finish(a, 2, mode="ddp", save_interval=2, eval_steps=0)
+    finish(b, 2, mode="zero3", save_interval=2, eval_steps=0)
+    other = finish(c, 2, mode="zero3", save_interval=2, eval_steps=0, seed=2)
     compared = functools.partial(call, capsys, compare)
 
     status, out, err = compared(a, b)
@@ -344,6 +364,11 @@ def test_compare(tmp_path, capsys):
     assert f"B has param_sha256 {other['param_sha256']}" in out
     assert "fact seed: 1337 in A, 2 in B" in out
     assert row_of("loss", out)[0] == "1" and row_of("loss", out)[5] == "4"
+
+    shutil.copy(a / "metrics.jsonl", c)
+    shutil.rmtree(c / "step_00000004")
+    status, out, _ = compared(a, c)
+    assert status == 1 and "Parameters of step_00000002 are not equal" in out
 
     change_metrics(b, 2, "grad_norm", lambda norm: norm * (1 + 1e-15))
     assert compared(a, b)[0] == 0, "norms of shards are rounded in another place"
