@@ -22,7 +22,8 @@ share its cores and its memory: there one message alone may be faster than many 
 
 Before a collective is timed its result is compared with torch's: a wrong one has no time, and ends
 the program with status 1. torch's adds in an order of its own, so sums may differ by rounding. On
-two ranks start_all_reduce is torch's own, and on an accelerator start_all_gather is, too.
+two ranks start_all_reduce is torch's own, and on an accelerator start_all_gather is, too. All sizes
+take some minutes on two cores.
 """
 
 import argparse
