@@ -26,7 +26,7 @@ that differ from rank to rank. On an accelerator the limit is a share of its mem
 allocator keeps.
 
 A run that fails is too large only if some rank says that memory is out. Any other failure ends the
-search, with its reason. On two cores the search takes 15 minutes at most.
+search, with its reason. On two cores the search takes about 15 minutes.
 """
 
 import argparse
