@@ -1,1 +1,1 @@
-"""What bench.sh runs: its tables, its pictures, and programs that also run by themselves."""
+"""What bench.sh runs: commands, rows, tables, pictures. Some programs run by themselves, too."""

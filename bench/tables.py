@@ -1,30 +1,19 @@
-"""What bench.sh asks Python: tables of its runs, and what there is on this machine.
+"""Markdown tables of what bench.sh has run.
 
-    python bench/tables.py modes           out/bench/modes.jsonl as Markdown tables
-    python bench/tables.py ask accelerator kind, backend, number, GB of memory, name of the devices
-    python bench/tables.py ask has NAME    exit status 1 where a package is not there
-    python bench/tables.py ask flags ... --rows ROW ...
-                                           exit status 2, and one line, where train.py refuses them
-    python bench/tables.py ask version     torch's
-
-A line of COMMAND.jsonl is a RESULT of train.py with the label, the row and the W of its run, or
-says in "failed" why there is none.
+A start of bench.sh writes out/bench/COMMAND_DATE.jsonl. Its first line says what was started, where
+and when. Each other line is a RESULT of train.py with the label, the row and the W of its run, or
+says in "failed" why there is none. The folder COMMAND_DATE has what the runs have left.
 """
 
 import dataclasses
-import importlib
-import importlib.util
 import json
 import pathlib
-import sys
 
 import numpy as np
 
-# Run by itself, this file stands first in the path, and not the project.
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+from bench.timeline import most_held, print_overlap, refuse, ROOT, WHOLE
 
-from bench.timeline import WHOLE
-
+BENCH = ROOT / "out" / "bench"
 # What does the same in torch.
 COUNTERPARTS = {"naive": "torch-ddp", "ddp": "torch-ddp", "zero1": "torch-zero1",
                 "zero2": "torch-fsdp-kept", "zero3": "torch-fsdp", "deepspeed1": "torch-zero1",
@@ -33,53 +22,15 @@ TIMES = ("step_ms", "tokens_per_sec", "comm_exposed_ms", "mfu")  # of a RESULT
 
 
 # -------------------------------------------------------------------------------------------------
-# what there is
-
-
-def print_accelerator():
-    import torch
-    import torch.distributed as dist
-
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        sys.exit(1)
-    backend = dist.get_default_backend_for_device(accelerator)
-    _, n_bytes = torch.accelerator.get_memory_info()
-    name = torch.get_device_module().get_device_name()
-    n_devices = torch.accelerator.device_count()
-    print(accelerator.type, backend, n_devices, n_bytes // 10**9, name)
-
-
-def check_flags(flags, rows):
-    """End with a line of train.py's if it does not know these flags, or those of a row."""
-    train = importlib.import_module("train")
-    train.read_flags(flags)
-    for row in rows:
-        if not row.startswith("deepspeed"):  # no mode of train.py
-            train.read_flags([*flags, "--mode", *row.split()])
-
-
-def answer(question, *words):
-    if question == "accelerator":
-        print_accelerator()
-    if question == "has" and not importlib.util.find_spec(words[0]):
-        sys.exit(1)
-    if question == "flags":
-        place = words.index("--rows")
-        check_flags(words[:place], words[place + 1:])
-    if question == "version":
-        import torch
-
-        print(torch.__version__)
-
-
-# -------------------------------------------------------------------------------------------------
-# tables
+# results
 
 
 @dataclasses.dataclass
 class Results:
+    start: dict  # {fact: value}: what was started
+    folder: pathlib.Path  # what runs have left: NAME.log, NAME.metrics.jsonl, traces
     runs: dict  # (label, row, W) -> RESULTs, one a round
+    failed: list
     labels: list
     rows: list
     worlds: list
@@ -119,28 +70,54 @@ class Results:
         return label, "single", W
 
 
+    def first(self, key):
+        return self.runs[key][0]
+
+    def seconds(self):
+        """From the start to the end of its last run."""
+        every = [*self.failed]
+        for runs in self.runs.values():
+            every += runs
+        return max([run["after_s"] for run in every], default=0)
+
+
+def newest(command):
+    """-> the file of the last start of a command."""
+    paths = sorted(BENCH.glob(f"{command}_*.jsonl"), key=lambda path: path.stem)
+    if not paths:
+        refuse(f"there is no {BENCH / command}_*.jsonl: run ./bench.sh {command}")
+    return paths[-1]
+
+
 def read_results(path):
-    """Results of a file; prints which rows have failed, and which have no times."""
+    """Results of a file. Ranks that share a device take turns there, so they have no times."""
+    try:
+        start, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        refuse(f"{path} does not have what bench.sh writes: {error}")
+    if "command" not in start:
+        refuse(f"{path} does not say in its first line what was started")
     runs = {}
-    have_shared = []
-    for line in open(path):
-        run = json.loads(line)
+    failed = []
+    for run in lines:
         if "failed" in run:
-            print(f"Failed: {run['row']}, W={run['W']} {run['label']}: {run['failed']}\n")
-        else:
-            key = run["label"], run["row"], run["W"]
-            runs.setdefault(key, []).append(run)
-            if run["W"] > run.get("n_devices", run["W"]):
-                have_shared.append(run)
-    for run in have_shared:
-        run.update(dict.fromkeys(TIMES))
-    if have_shared:
-        print("Ranks that share a device take turns there, so their times say nothing: these are "
-              "left out.\n")
+            failed.append(run)
+            continue
+        runs.setdefault((run["label"], run["row"], run["W"]), []).append(run)
+        if have_shared(run, start):
+            run.update(dict.fromkeys(TIMES))
     labels = list(dict.fromkeys(label for label, row, W in runs))
     rows = list(dict.fromkeys(row for label, row, W in runs))
     worlds = sorted({W for label, row, W in runs})
-    return Results(runs, labels, rows, worlds)
+    return Results(start, path.with_suffix(""), runs, failed, labels, rows, worlds)
+
+
+def have_shared(run, start):
+    return start["n_devices"] is not None and run["W"] > start["n_devices"]
+
+
+# -------------------------------------------------------------------------------------------------
+# tables
 
 
 def cell(value):
@@ -195,32 +172,57 @@ def formula(row, W):
 
 def print_steps(results):
     """Efficiency is over W processes that do not communicate."""
+    head = ["", "mode", "W", "step ms (quartiles)", "tokens/s", "MB sent", "waited ms",
+            "computed ms", "waited / computed", "speed over W=1", "efficiency",
+            "time over torch's", "peak MB a rank", "MFU %", "bytes a parameter", "formula",
+            "device hours per 10^9 tokens", price_of(results.start)]
     lines = []
     for W in results.worlds:
         for key in results.runs:
-            if key[2] != W:
-                continue
-            label, row, W = key
-            step_ms, low, high = results.quartiles(key, "step_ms")
-            alone_ms = results.median(results.alone(key), "step_ms")
-            torchs_ms = results.median(results.counterpart(key), "step_ms")
-            scatter = f"{cell(step_ms)} ({cell(low)} to {cell(high)})"
-            lines.append([
-                label or "-", row, W,
-                "-" if np.isnan(step_ms) else scatter,
-                results.median(key, "tokens_per_sec"),
-                results.median(key, "comm_exposed_ms"),
-                results.speedup(key),
-                alone_ms / step_ms,
-                step_ms / torchs_ms,
-                results.median(key, "peak_mem_bytes") / 1e6,
-                results.median(key, "mfu") * 100,
-                results.median(key, "bytes_per_param"),
-                formula(row, W),
-            ])
-    print_table(["", "mode", "W", "step ms (quartiles)", "tokens/s", "waited ms", "speed over W=1",
-                 "efficiency", "time over torch's", "peak MB a rank", "MFU %",
-                 "bytes a parameter", "formula"], lines)
+            if key[2] == W:
+                lines.append(line_of_steps(results, key))
+    print_table(head, lines)
+
+
+def line_of_steps(results, key):
+    label, row, W = key
+    step_ms, low, high = results.quartiles(key, "step_ms")
+    waited_ms = results.median(key, "comm_exposed_ms")
+    computed_ms = step_ms - waited_ms
+    alone_ms = results.median(results.alone(key), "step_ms")
+    torchs_ms = results.median(results.counterpart(key), "step_ms")
+    hours = device_hours(results, key)
+    scatter = f"{cell(step_ms)} ({cell(low)} to {cell(high)})"
+    return [
+        label or "-", row, W,
+        "-" if np.isnan(step_ms) else scatter,
+        results.median(key, "tokens_per_sec"),
+        results.median(key, "sent_bytes") / 1e6,
+        waited_ms,
+        computed_ms,
+        waited_ms / computed_ms,
+        results.speedup(key),
+        alone_ms / step_ms,
+        step_ms / torchs_ms,
+        results.median(key, "peak_mem_bytes") / 1e6,
+        results.median(key, "mfu") * 100,
+        results.median(key, "bytes_per_param"),
+        formula(row, W),
+        hours,
+        hours * results.start["epoch_tokens"] / 1e9 * (results.start["price"] or np.nan),
+    ]
+
+
+def device_hours(results, key):
+    """Of all devices of a run, for 10^9 tokens. Separate processes are a run each."""
+    n_devices = results.median(key, "world_size")
+    return n_devices * 1e9 / results.median(key, "tokens_per_sec") / 3600
+
+
+def price_of(start):
+    """The name of a column."""
+    tokens = start["epoch_tokens"]
+    return f"$ for {tokens:,} tokens, at {start['price']} a device hour"
 
 
 def print_chart(results, label):
@@ -240,21 +242,111 @@ def print_chart(results, label):
     print("```\n")
 
 
-def print_tables(command):
-    results = read_results(f"out/bench/{command}.jsonl")
+def print_memory(results):
+    """What a rank holds at most in a step, by its traces; what it holds after a step, by RESULT."""
+    lines = []
+    for label, row, W in results.runs:
+        run = results.first((label, row, W))
+        parts = [np.nan] * 3
+        trace = results.folder / f"{run['name']}, rank 0.json"
+        if trace.exists():
+            parts = most_held(trace)
+        lines.append([row, W, *parts, sum(parts), run["bytes_per_param"], formula(row, W)])
+    print_table(["mode", "W", "parameters", "gradients", "optimizer", "at most, bytes a parameter",
+                 "after a step", "formula"], lines)
+
+
+def print_buckets(results):
+    """Median ms of a step; a column for each size of buckets."""
+    sizes = sorted({bucket_mb(row) for row in results.rows})
+    times = {}  # (label, mode, W) -> {size: ms}
+    for label, row, W in results.runs:
+        of_mode = times.setdefault((label, row.split()[0], W), {})
+        of_mode[bucket_mb(row)] = results.median((label, row, W), "step_ms")
+    lines = []
+    for (label, mode, W), of_mode in times.items():
+        best = min(of_mode, key=of_mode.get)
+        cells = [of_mode.get(size, np.nan) for size in sizes]
+        lines.append([label, mode, W, *cells, f"{best:g} MB"])
+    columns = [f"{size:g} MB: step ms" for size in sizes]
+    print_table(["", "mode", "W", *columns, "best"], lines)
+
+
+def bucket_mb(row):
+    _, _, size = row.partition("--bucket_cap_mb ")
+    return float(size)
+
+
+def print_precision(results):
+    """Losses of the last step, and how far they are from those of the mode in fp32."""
+    lines = []
+    for label, row, W in results.runs:
+        mode, _, flags = row.partition(" ")
+        run = results.first((label, row, W))
+        in_fp32 = results.runs.get((label, f"{mode} --dtype fp32", W), [{}])[0]
+        line = [mode, W, flags]
+        for name in ("train_loss", "val_loss"):
+            loss = number(run[name])
+            over = loss - number(in_fp32.get(name))
+            line += [f"{loss:.4f}", "-" if np.isnan(over) else f"{over:+.4f}"]
+        lines.append([*line, run["skipped_steps"]])
+    print_table(["mode", "W", "precision", "training loss", "over fp32", "validation loss",
+                 "over fp32", "skipped steps"], lines)
+
+
+def number(value):
+    """None, as JSON has what is not finite, is nan."""
+    return np.nan if value is None else value
+
+
+# -------------------------------------------------------------------------------------------------
+# all of a file
+
+TABLES = {
+    "bits": (print_bits,),
+    "modes": (print_steps,),
+    "muon": (print_steps,),
+    "memory": (print_memory, print_steps),
+    "scaling": (print_steps,),
+    "link": (print_steps,),
+    "buckets": (print_buckets, print_steps),
+    "precision": (print_precision, print_steps),
+    "gpu": (print_bits, print_steps),
+    "timeline": (),
+}
+
+
+def print_head(start, seconds):
+    minutes, seconds = divmod(round(seconds), 60)
+    print(f"`./bench.sh {start['words']}`: {start['machine']}, torch {start['torch']}, commit "
+          f"{start['commit']}, {start['date']}, took {minutes} min {seconds} s\n")
+
+
+def print_failed(results):
+    for run in results.failed:
+        print(f"Failed: {run['row']}, W={run['W']} {run['label']}: {run['failed']}\n")
+
+
+def print_tables(path, changes=()):
+    """All that a file has to show. changes: of facts of its start."""
+    results = read_results(path)
+    results.start.update(changes)
+    print_head(results.start, results.seconds())
+    if results.start["note"]:
+        print(f"{results.start['note']}\n")
+    print_failed(results)
     if not results.runs:
         return
-    if command in ("bits", "gpu"):
-        print_bits(results)
-    if command in ("modes", "muon", "memory", "scaling", "link", "gpu"):
-        print_steps(results)
-    if command == "scaling":
+    every = [run for runs in results.runs.values() for run in runs]
+    if any(have_shared(run, results.start) for run in every):
+        print("Ranks that share a device take turns there, so their times say nothing: these are "
+              "left out.\n")
+    for print_one in TABLES[results.start["command"]]:
+        print_one(results)
+    if results.start["command"] == "scaling":
         for label in results.labels:
             print_chart(results, label)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "ask":
-        answer(*sys.argv[2:])
-    else:
-        print_tables(sys.argv[1])
+    # One rank sends nothing, so these are the traces of all rows with two ranks or more.
+    traces = sorted(results.folder.glob("*, rank 1.json"))
+    if results.start["command"] == "gpu" and traces:
+        print_overlap(traces)

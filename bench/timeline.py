@@ -7,7 +7,7 @@
     python bench/timeline.py draw zero3 TRACE_OF_RANK_0.json TRACE_OF_RANK_1.json ...
                                     the picture assets/zero3.svg, which needs matplotlib
 
-`./bench.sh timeline` and `./bench.sh gpu` call it. Traces are those of --profile: in out_dir,
+bench.sh and bench/pictures.py call it. Traces are those of --profile: in out_dir,
 trace_rank0.json and so on, of processes on one machine, whose clock they share.
 
 A range is named "kind: what". ddp.py and zero.py name the start of each collective and each wait
@@ -199,6 +199,16 @@ def read_spans(path):
     return spans
 
 
+def most_held(path):
+    """A trace of `run` -> [parameters, gradients, optimizer state], in bytes a parameter, at the
+    moment when their sum is largest."""
+    held = []
+    for span in read_spans(path):
+        if span.kind == "bytes":
+            held.append(json.loads(span.what))
+    return max(held, key=sum)
+
+
 # -------------------------------------------------------------------------------------------------
 # overlap
 
@@ -277,10 +287,10 @@ def pyplot_on_nothing():
     return pyplot
 
 
-def save(figure, name):
+def save(figure, name, folder=ROOT / "assets"):
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    path = ROOT / "assets" / f"{name}.svg"
+    path = pathlib.Path(folder) / f"{name}.svg"
     figure.savefig(path, bbox_inches="tight", transparent=True, metadata={"Date": None})
     print(path)
 
@@ -340,8 +350,8 @@ def draw_memory(axes, spans, begin_ms, formula):
     axes.legend(ncols=4, loc="upper center")
 
 
-def draw(mode, paths):
-    """Traces of all ranks -> assets/MODE.svg. What is held is that of rank 0."""
+def draw(mode, paths, folder=ROOT / "assets"):
+    """Traces of all ranks -> MODE.svg. What is held is that of rank 0."""
     if mode not in WHOLE:
         refuse(f"draw {mode}: choose ddp, zero1, zero2 or zero3")
     pyplot = pyplot_on_nothing()
@@ -362,7 +372,7 @@ def draw(mode, paths):
     for name, color in COLORS.items():
         handles.append(pyplot.Rectangle((0, 0), 1, 1, color=color, label=name))
     figure.legend(handles=handles, ncols=len(handles), loc="upper center")
-    save(figure, mode)
+    save(figure, mode, folder)
 
 
 # -------------------------------------------------------------------------------------------------
