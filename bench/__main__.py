@@ -158,9 +158,10 @@ def ask(question, text=""):
     done = subprocess.run(words, cwd=ROOT, input=text, capture_output=True, text=True)
     if done.returncode == 2:
         refuse(" ".join(done.stderr.split()))
-    if done.returncode != 0:  # a signal, or a bug
-        sys.stderr.write(done.stderr)
-        sys.exit(done.returncode if done.returncode > 0 else 128 - done.returncode)
+    if done.returncode < 0:  # Ctrl-C has ended it, too
+        sys.exit(128 - done.returncode)
+    if done.returncode != 0:
+        sys.exit(done.stderr)
     return done.stdout
 
 
@@ -195,12 +196,13 @@ def plan(name, command, options):
     if not labels:
         refuse(f"{name} needs rates, such as {command.example}")
     runs = []
-    for number in range(1, (options.rounds or command.rounds) + 1):
+    n_rounds = options.rounds or command.rounds
+    for round_number in range(1, n_rounds + 1):
         for label in labels:
             for W in options.worlds or command.worlds:
                 for row in choose_rows(command, options):
                     if command.belongs(label, row, W):
-                        runs.append(plan_run(command, options, label, row, W, number))
+                        runs.append(plan_run(command, options, label, row, W, round_number))
     check_packages(command, runs)
     if not runs:
         refuse(f"{name}: none of these rows can run at these --worlds")
@@ -212,12 +214,14 @@ def plan(name, command, options):
     return runs
 
 
-def plan_run(command, options, label, row, W, number):
+def plan_run(command, options, label, row, W, round_number):
     m = options.micro_batch_size or command.micro_batch_size
     batch = m * command.batch_size(label, W)
     if batch % (m * W) > 0:
         refuse(f"{row}, W={W}: {batch} sequences of a step, in micro batches of {m}, do not divide "
                f"among {W} ranks")
+    if row.startswith("single"):  # each process has its part
+        batch //= W
     flags = [
         *command.label_flags(label), *ONLY_STEPS, *command.flags, *options.flags,
         "--micro_batch_size", str(m),
@@ -227,7 +231,7 @@ def plan_run(command, options, label, row, W, number):
     program = command.program
     if row.startswith("deepspeed"):
         program = "bench/deepspeed_rows.py"
-    return Run(label, row, W, number, program, flags)
+    return Run(label, row, W, round_number, program, flags)
 
 
 def check_packages(command, runs):
@@ -248,9 +252,6 @@ def check_flags(command, options, runs):
         flags = [*run.flags]
         if run.row.split()[0] in DEEPSPEEDS:  # no mode of train.py, and of no flags of its own
             flags[flags.index("--mode") + 1] = "ddp"
-        if run.are_alone:
-            place = flags.index("--global_batch_size") + 1
-            flags[place] = str(int(flags[place]) // run.W)
         questions.append(dict(row=run.row, W=run.W, flags=flags, are_alone=run.are_alone,
                               hosts=2 if run.is_over_link else 1))
     ask("check", json.dumps(dict(flags=options.flags, runs=questions)))
@@ -324,7 +325,7 @@ def run_all(runs, results, folder, signals):
         for run in runs:
             rate = run.label if run.is_over_link else None
             if rate != made:
-                links.close()
+                links.close()  # removes the one before
                 links.enter_context(link(rate))
                 made = rate
             facts = launch(run, folder, signals)

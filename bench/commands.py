@@ -235,11 +235,12 @@ COMMANDS = {
         worlds=(1, 2), program="bench/overhead.py", own_tables=True, once_per_W=True,
     ),
     "collectives": Command(
-        "time of each collective over the size of its message", "some minutes",
-        worlds=(1, 2), program="bench/collectives.py", own_tables=True, once_per_W=True,
+        "how fast each collective is, beside torch's own and beside what the link allows",
+        "some minutes",
+        worlds=(2,), program="bench/collectives.py", own_tables=True, once_per_W=True,
     ),
     "fit": Command(
-        "the tables of bench/fit.py", "some minutes",
+        "the largest model that each mode trains in the same memory", "15 minutes",
         program="bench/fit.py", own_tables=True,
     ),
     "compare": Command(

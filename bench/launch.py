@@ -176,11 +176,9 @@ def start_processes(run, folder, output):
                                           start_new_session=True))
 
     if run.are_alone:
-        place = run.flags.index("--global_batch_size") + 1
-        own_batch = str(int(run.flags[place]) // run.W)
         for rank in range(run.W):
-            words = [sys.executable, *program, *run.flags, "--global_batch_size", own_batch,
-                     "--out_dir", str(folder / f"run{rank}")]
+            out_dir = str(folder / f"run{rank}")
+            words = [sys.executable, *program, *run.flags, "--out_dir", out_dir]
             start(words, dict(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(run.W)))
         return processes
     words = [*program, *run.flags, "--out_dir", str(folder / "run0")]

@@ -103,8 +103,10 @@ def parameters():
     """Of the tiny model: all, and those that stage 3 gathers once more in the backward."""
     gpt = on_meta(GPT, GPTConfig(vocab_size=257, **SIZES))
     every = sum(p.numel() for p in gpt.parameters())
-    # The last block is still whole in the backward, and so is what belongs to no block.
-    again = sum(p.numel() for block in gpt.blocks[:-1] for p in block.parameters())
+    # The last two blocks are still whole in the backward, and so is what belongs to no block.
+    again = 0
+    for block in gpt.blocks[:-2]:
+        again += sum(p.numel() for p in block.parameters())
     return every, again
 
 
@@ -200,7 +202,7 @@ def test_scaling(tree):
 def test_link(modes, tree):
     """Over a link a step takes at least as long as the bytes that leave a host. The hierarchical
     hook is there on two ranks of each host, beside DDP."""
-    rows, _ = tiny(tree, "link", "20mbit", "--n_embd=256", *(modes or []))
+    rows, _ = tiny(tree, "link", "20mbit", "--n_embd=96", *(modes or []))
     expected = {("ddp", "2"), ("ddp", "4")}
     if modes is None:
         expected.add(("ddp --comm_hook hierarchical --node_size 2", "4"))
@@ -324,8 +326,8 @@ def test_smoothed_leaves_out_what_is_not_finite():
 MISTAKES = [
     (["modes", "--modes=zero9"], "zero9"),
     (["modes", "--lr", "fast"], "--lr"),
-    (["modes", "--layers=3"], "no flag --layers=3"),
-    (["modes", "--modes=zero3 ddp", "--shard_size=2"], "ddp, W=1: --shard_size needs --mode zero1"),
+    (["modes", "--modes=zero3 ddp", "--worlds=2", "--shard_size=2"],
+     "ddp, W=2: --shard_size needs --mode zero1"),
     (["modes", "--device=nowhere"], "nowhere"),
     (["bits", "--worlds=5"], "12 sequences .* do not divide among 5 ranks"),
     (["modes", "--worlds=0"], "--worlds: 0"),
@@ -339,7 +341,6 @@ MISTAKES = [
     (["link"], "needs rates, such as 1gbit"),
     (["link", "1gbit", "--worlds=2"], "without --worlds"),
     (["overhead", "--modes=ddp"], "--modes=ddp"),
-    (["overhead", "--steps=few"], "--steps"),
     (["table", "modes"], "there is no .*modes_"),
     (["table", "bench.sh"], "bench.sh does not have what"),
 ]
