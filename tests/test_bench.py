@@ -404,7 +404,7 @@ def start_and_signal(tree, number):
     started = subprocess.Popen(words, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                text=True, start_new_session=True)
     pattern = "out/bench/modes_*/zero3, W=2, round 1.log"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 500
     while not any("step " in log.read_text() for log in tree.glob(pattern)):
         assert started.poll() is None and time.monotonic() < deadline, started.communicate()
         time.sleep(0.05)
