@@ -286,10 +286,10 @@ def print_precision(results):
         in_fp32 = results.runs.get((label, f"{mode} --dtype fp32", W), [{}])[0]
         line = [mode, W, flags]
         for name in ("train_loss", "val_loss"):
-            loss = number(run[name])
+            loss = number(run.get(name))
             over = loss - number(in_fp32.get(name))
             line += [f"{loss:.4f}", "-" if np.isnan(over) else f"{over:+.4f}"]
-        lines.append([*line, run["skipped_steps"]])
+        lines.append([*line, run.get("skipped_steps", "-")])
     print_table(["mode", "W", "precision", "training loss", "over fp32", "validation loss",
                  "over fp32", "skipped steps"], lines)
 
