@@ -372,7 +372,7 @@ def run_rows(name, words, signals):
     found = read_results(results)
     if command.draws and found.runs:
         words = [sys.executable, "bench/pictures.py", name, str(results), "--into", str(folder)]
-        subprocess.run(words, cwd=ROOT)
+        subprocess.run(words, cwd=ROOT, stdout=sys.stderr)  # stdout has the tables alone
     return 1 if found.failed else 0
 
 
