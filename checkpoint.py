@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """Checkpoints of any training loop: what a rank has, by name; and the folder of a run.
 
 Replaces torch.save on rank 0. Copy this file by itself: it imports no other one.

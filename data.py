@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """Tokens, and which of them a rank reads in a step.
 
 Replaces a DataLoader with its sampler and workers, and nanoGPT's random offsets.

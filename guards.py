@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """Guards of ddp.py and zero.py: what a script does around a wrapper is right, or it is refused.
 
     class DDP(Guards, ..., PlainDDP)              # the last lines of ddp.py

@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """The GPT that every mode trains: a Llama-style decoder in one file, torch only.
 
 Replaces, for study and for small runs, the model part of nanoGPT and the LlamaForCausalLM of

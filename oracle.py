@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """Data parallelism and the three stages of ZeRO by hand: obvious, slow and complete.
 
     python oracle.py                          # one process

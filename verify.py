@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """The proof: how we know that it is right.
 
     python verify.py                 # samples of all rows; exit status 1 on a failure

@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """ZeRO: data parallelism in which each of W ranks keeps 1/W of what is needed only now and then.
 
     model = Zero3(module)                    # or Zero1, Zero2; then as with DDP

@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """--micro_batch_size auto."""
 
 import dataclasses

@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """--profile, --trace: what each rank does in a step."""
 
 import functools

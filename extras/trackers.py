@@ -1,3 +1,5 @@
+# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# SPDX-License-Identifier: MIT
 """--tensorboard, --wandb: functions that take the metrics of each step, on rank 0."""
 
 
