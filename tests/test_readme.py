@@ -14,12 +14,14 @@ import sys
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 import checkpoint
+from data import load_tokenizer
 from ddp import DDP
 from tests.judge import rows_of_wrapper
 from tests.params import full, ROOT, slug
@@ -124,6 +126,45 @@ def run_own(folder, W):
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost",
                           MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
     runpy.run_path(f"{folder}/own.py", run_name="__main__")
+
+
+class Documents:
+    """A data set as the package `datasets` has it: a slice is {column: values}."""
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, some):
+        return dict(text=self.texts[some])
+
+
+def test_using_prepares_tokens(tmp_path):
+    """The script of OpenWebText writes each document of a small text and the token that ends it,
+    and nothing else, in order, across its batches of 1,000; train.py trains on that. Bytes are in
+    place of GPT-2's tokens, whose table would be a download."""
+    [script] = [block for block in blocks_of("using", "py") if "prepare.py" in block]
+    path = tmp_path / "prepare.py"
+    path.write_text(script)
+    lines = (ROOT / "verify.py").read_text().splitlines()
+    parts = dict(test=Documents(lines[:50]), train=Documents(lines[50:]))
+    hub = mock.MagicMock(__spec__="a stand-in")
+    whole = hub.load_dataset.return_value
+    whole.train_test_split.return_value = parts
+    data = tmp_path / "data"
+    with (mock.patch.dict(sys.modules, datasets=hub), mock.patch.object(sys, "argv", ["", data]),
+          mock.patch("tiktoken.get_encoding", return_value=load_tokenizer("bytes"))):
+        runpy.run_path(str(path), run_name="__main__")
+    assert whole.train_test_split.call_args.kwargs["seed"] == 2357
+    assert len(lines) > 1100
+    for name, expected in (("val", lines[:50]), ("train", lines[50:])):
+        tokens = np.fromfile(data / f"{name}.bin", dtype=np.uint16)
+        *documents, rest = np.split(tokens, np.flatnonzero(tokens == 256) + 1)
+        texts = [bytes(document[:-1].tolist()).decode() for document in documents]
+        assert texts == expected and len(rest) == 0, name
+    finish(tmp_path / "out", dataset=data, tokenizer="gpt2", n_embd=8, n_layer=1)
 
 
 def use_using(folder, stage, begins):
