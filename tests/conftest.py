@@ -30,12 +30,13 @@ def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="all rows, not samples")
 
 
-def pytest_configure():
-    """For all processes: CPU only, one thread a rank, no warnings of torch's, and the buffers that
-    Python has where nothing else is asked for."""
+def pytest_configure(config):
+    """For all processes: CPU only, one thread a rank, warnings as pyproject.toml says, and the
+    buffers that Python has where nothing else is asked for."""
     os.environ.pop("PYTHONUNBUFFERED", None)
+    warnings = ",".join(config.getini("filterwarnings"))
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
-                      TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
+                      TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS=warnings)
 
 
 # What the server loads for all ranks and runs, also what torch imports only when it is used: the

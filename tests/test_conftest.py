@@ -16,6 +16,7 @@ from tests.params import ROOT
 BROKEN = '''
 import os, signal, sys, threading, time
 import pytest
+import torch
 import torch.distributed as dist
 
 def rank():
@@ -79,6 +80,14 @@ def test_hangs_without_ranks():
     time.sleep(60)
 
 @pytest.mark.ranks(2)
+def test_is_warned():
+    if rank() == 1:
+        torch.nn.functional.softmax(torch.ones(2))  # without dim
+
+def test_is_warned_without_ranks():
+    torch.nn.functional.softmax(torch.ones(2))
+
+@pytest.mark.ranks(2)
 def test_prints():
     print("seen on a rank")
     assert rank() == 0, "for its output"
@@ -111,6 +120,8 @@ EXPECTED = {
     "test_exits[W2]": r"rank 0: SystemExit: 3 .*\n +rank 1: SystemExit: ",
     "test_asserts_without_words[W2]": r"ranks 0, 1: assert rank\(\) == 5 \(",
     "test_hangs_without_ranks": r"TimeoutError: the limit of this test, 0.5 s, is over",
+    "test_is_warned[W2]": r"rank 1: UserWarning: Implicit dimension choice for softmax",
+    "test_is_warned_without_ranks": r"UserWarning: Implicit dimension choice for softmax has been",
     "test_finds_a_rank_gone[W2]": r"a rank has died since the check before$",
     "test_ends_the_group[W2]": r"ranks 0, 1: this test has destroyed the process group \(",
     "test_prints[W2]": r"seen on a rank\nseen on a rank$"}
@@ -146,8 +157,9 @@ def assert_all_have_ended(folder):
 
 
 def test_failures_are_told(tmp_path):
-    """A rank that raises, dies or hangs fails its test by name, in time, in a line that says which
-    rank and where; what several ranks say is said once. All other tests run."""
+    """A rank that raises, dies, hangs or is warned by torch fails its test by name, in time, in a
+    line that says which rank and where; what several ranks say is said once. All other tests
+    run."""
     run = copy_of_conftest(tmp_path, BROKEN)
     done = subprocess.run([sys.executable, "-m", "pytest", "-n", "0", "-v"], **run)
     for name, fact in EXPECTED.items():

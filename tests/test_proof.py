@@ -18,6 +18,7 @@ from verify import memory_is_the_formulas, PROOF, traffic_is_the_formulas
 
 
 def parameters():
+    found = []
     for check in itertools.chain(*PROOF.values()):
         samples = rows_of(check, is_full=False)
         for row in rows_of(check, is_full=True):
@@ -26,7 +27,8 @@ def parameters():
             marks = [pytest.mark.limit(row.check.limit_s)]
             if row not in samples:
                 marks.append(pytest.mark.full)
-            yield pytest.param(row.check, row.arguments, row.W, id=name, marks=marks)
+            found.append(pytest.param(row.check, row.arguments, row.W, id=name, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize("check, arguments, W", parameters())

@@ -89,7 +89,7 @@ def test_out_of_memory_is_said(tmp_path):
 
 def fail_in_forward():
     """Plant an error in a forward, after which a hook that is called always fails; and
-    warnings, which the tests' server ignores."""
+    warnings, of which tests ignore this one."""
     warnings.simplefilter("default")
     real = torch.nn.functional.embedding
     calls = []
