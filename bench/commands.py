@@ -237,7 +237,7 @@ COMMANDS = {
     "collectives": Command(
         "how fast each collective is, beside torch's own and beside what the link allows",
         "some minutes",
-        worlds=(2,), program="bench/collectives.py", own_tables=True, once_per_W=True,
+        worlds=(2, 4), program="bench/collectives.py", own_tables=True, once_per_W=True,
     ),
     "fit": Command(
         "the largest model that each mode trains in the same memory", "15 minutes",
