@@ -8,21 +8,17 @@
     python bench/pictures.py timeline [FILE]          a step in time: ddp.svg, zero1.svg, zero3.svg
     python bench/pictures.py loss [metrics.jsonl]     losses of a run, of out/ unless told
     python bench/pictures.py files                    files, their lines, who imports whom
-    python bench/pictures.py step                     an event of docs/step.html: step.png and
-                                                      step-dark.png
 
 FILE: out/bench/COMMAND_DATE.jsonl, unless given that of the newest start of the command. With
 --into FOLDER pictures go there, and not into assets/.
 
-Needs matplotlib; `step` needs playwright, and Chromium. Text and axes are grey, on nothing:
-readable on white pages and on black ones.
+Needs matplotlib. Text and axes are grey, on nothing: readable on white pages and on black ones.
 """
 
 import argparse
 import ast
 import json
 import pathlib
-import shutil
 import statistics
 import sys
 
@@ -40,7 +36,6 @@ DEEPSPEEDS = "#2a9d9d"
 FILES = ("oracle.py", "model.py", "guards.py", "ddp.py", "zero.py", "data.py", "checkpoint.py",
          "train.py", "extras/", "verify.py", "tests/")
 IDEA = ("oracle.py", "ddp.py", "zero.py")
-STILL = "mode=zero3&ranks=2&event=start-unshard-blocks.1-again&still=1"
 SMOOTHED = 20  # steps whose mean is a point of the training loss
 
 
@@ -299,26 +294,6 @@ def draw_timeline(folder, path=None):
         timeline.draw(mode, traces, folder)
 
 
-def draw_step(folder):
-    """An event of the page, for light and for dark pages."""
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        refuse("it opens a browser with a package: pip install playwright")
-    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser_path is None:
-        refuse("it needs a browser: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path)
-        for scheme, name in (("light", "step.png"), ("dark", "step-dark.png")):
-            page = browser.new_page(viewport=dict(width=900, height=100), device_scale_factor=1.5,
-                                    color_scheme=scheme)
-            page.goto(f"{(ROOT / 'docs' / 'step.html').as_uri()}#{STILL}")
-            path = pathlib.Path(folder) / name
-            page.screenshot(path=path, full_page=True)
-            print(path)
-
-
 # What draws a picture, and the most FILEs that it takes.
 PICTURES = {
     "modes": (draw_modes, 1),
@@ -329,7 +304,6 @@ PICTURES = {
     "timeline": (draw_timeline, 1),
     "loss": (draw_loss, 1),
     "files": (draw_files, 0),
-    "step": (draw_step, 0),
 }
 
 
