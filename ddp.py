@@ -67,7 +67,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from guards import Guards, refuse_held
 
@@ -145,7 +145,7 @@ ALIGN_CHUNK_BYTES = 16  # chunks are multiples of it, so that kernels and NCCL r
 
 def bucket_bytes(W, cap_mb=None):
     """Largest size of a bucket for W ranks, unless a script has said how many MB."""
-    return max(BUCKET_BYTES, W * MESSAGE_BYTES) if cap_mb is None else cap_mb * 2**20
+    return max(BUCKET_BYTES, W * MESSAGE_BYTES) if cap_mb is None else int(cap_mb * 2**20)
 
 
 def round_up(n, multiple):
@@ -980,10 +980,12 @@ class TorchOptions:
                 ("bucket_cap_mb_list", bucket_cap_mb_list, "give one bucket_cap_mb for all")):
             if value is not None:
                 self._refuse(f"does not take {name}: {instead}")
+        refuse_no_size(bucket_cap_mb)
         if device_mesh is not None:
             process_group = self._group_of(device_mesh, process_group)
         self.device_ids = device_ids
-        self.find_unused_parameters = find_unused_parameters
+        # With a static graph torch allows what is never used.
+        self.find_unused_parameters = find_unused_parameters or static_graph
         self._compared = [f"{bucket_cap_mb=}"]
         self._sends_buffers_at_first = broadcast_buffers is None or broadcast_buffers
         self.forward_sync_buffers = self._sends_buffers_at_first
@@ -1086,6 +1088,12 @@ class TorchOptions:
             bucket.gradients[:bucket.n].copy_(future.wait())
 
 
+def refuse_no_size(bucket_cap_mb):
+    """Raise where it is neither None nor a number of MB. (0: a bucket for each parameter.)"""
+    if bucket_cap_mb is not None and not 0 <= bucket_cap_mb < math.inf:
+        raise ValueError(f"bucket_cap_mb is a number of MB, such as 25, and not {bucket_cap_mb}")
+
+
 # -------------------------------------------------------------------------------------------------
 # an optimizer's state
 
@@ -1103,9 +1111,13 @@ class OptimizerStates:
 
     @torch.no_grad()
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict:
-        """The whole state, on every rank, its tensors on the CPU. A collective for each parameter.
-        It takes the memory of the whole on every rank, which `sharded_state` of checkpoint.py does
-        not. Raises RuntimeError for a parameter of another wrapper or module."""
+        """The whole state, on every rank, its tensors on the CPU. A collective; in a stage one for
+        each parameter. It takes the memory of the whole on every rank, which `sharded_state` of
+        checkpoint.py does not.
+
+        Raises RuntimeError for a parameter of another wrapper or module, and where a stage cannot
+        put the state of a parameter together, as some keep it in lists.
+        """
         known = self._known_to_optimizers()
         state = {}
         groups = []
@@ -1114,47 +1126,48 @@ class OptimizerStates:
             for p in group["params"]:
                 name, slot = self._known(p, known)
                 names.append(name)
-                own = tree_map_only(torch.Tensor, on_cpu, optimizer.state.get(p, {}))
-                whole = self._join_state(slot, own)
+                own = copied(optimizer.state.get(p, {}))
+                whole = own if slot is None else self._join_state(name, slot, own)
                 if whole:
                     state[name] = whole
-            groups.append({**group, "params": names})
+            groups.append(group_of(group, names, names))
         return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer,
                                        state_dict: dict) -> None:
-        """Load a whole state: each rank takes its part, and what groups say, such as rates. Raises
-        RuntimeError where groups have other parameters, or state has another shape, before
-        anything is changed."""
+        """Load a whole state: each rank takes its part; and what groups say, such as rates. Raises
+        RuntimeError where groups have other parameters, or the state of a parameter that is cut
+        has another shape, before anything is changed."""
         known = self._known_to_optimizers()
-        given_groups = state_dict["param_groups"]
-        of_groups = [[self._known(p, known) for p in g["params"]] for g in optimizer.param_groups]
-        ours = [{name for name, _ in of_group} for of_group in of_groups]
-        given = [set(group["params"]) for group in given_groups]
-        if ours != given:
-            differing = set().union(*ours) ^ set().union(*given)
-            self._refuse(f"nothing was loaded: the optimizer has {len(ours)} groups of parameters, "
-                         f"and what is given {len(given)}; of other names or in other groups are "
-                         f"{sorted(differing) or 'some'}")
+        of_groups = []
+        for group in optimizer.param_groups:
+            of_groups.append([self._known(p, known) for p in group["params"]])
+        self._refuse_other_groups(of_groups, state_dict["param_groups"])
         state = {}  # by number, as optimizers save it
         groups = []
         n = 0
-        for of_group, group in zip(of_groups, given_groups):
-            groups.append({**group, "params": list(range(n, n + len(of_group)))})
-            for number, (name, slot) in enumerate(of_group, start=n):
-                if name in state_dict["state"]:
-                    state[number] = self._part_of_state(slot, state_dict["state"][name])
+        for of_group, group in zip(of_groups, state_dict["param_groups"]):
+            numbers = list(range(n, n + len(of_group)))
             n += len(of_group)
+            groups.append(group_of(group, numbers, [name for name, _ in of_group]))
+            for number, (name, slot) in zip(numbers, of_group):
+                if name in state_dict["state"]:
+                    whole = copied(state_dict["state"][name])
+                    part = whole if slot is None else self._part_of_state(name, slot, whole)
+                    state[number] = part
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _known_to_optimizers(self):
-        """{what an optimizer has of a parameter: (its name, its Slot; None if nothing is cut)}."""
+        """{what an optimizer has of a parameter: (its name, its Slot, or None if there is no shard
+        of it)}."""
         known = {}
         for p, name in first_names(named_tensors(self.module, "parameters")).items():
             slot = self._slots.get(p)
-            is_cut = slot is not None and slot.layout is not None
-            known[slot.shard if is_cut else p] = name, slot if is_cut else None
+            if slot is None or slot.layout is None:
+                known[p] = name, None
+            else:
+                known[slot.shard] = name, slot
         return known
 
     def _known(self, p, known):
@@ -1163,48 +1176,74 @@ class OptimizerStates:
                          "model.parameters(), after the model was wrapped")
         return known[p]
 
-    def _join_state(self, slot, own):
-        """This rank's {kind: value} of a parameter -> that of the whole. Ranks on which the shard
-        is empty are not asked."""
-        if slot is None:
-            return own
+    def _refuse_other_groups(self, of_groups, given_groups):
+        """Raise where an optimizer and a whole state have other groups of parameters."""
+        ours = [{name for name, _ in of_group} for of_group in of_groups]
+        given = [set(group["params"]) for group in given_groups]
+        if ours != given:
+            others = set().union(*ours) ^ set().union(*given)
+            self._refuse(f"nothing was loaded: the optimizer has {len(ours)} groups of parameters, "
+                         f"and what is given {len(given)}; of other names or in other groups are "
+                         f"{sorted(others) or 'some'}")
+
+    def _join_state(self, name, slot, own):
+        """This rank's {kind: value} of a parameter -> that of the whole."""
         parts = [None] * dist.get_world_size(self.shard_group)
-        shape = slot.layout[0]
-        dist.all_gather_object(parts, (shape, own), group=self.shard_group)
-        holders = [(shape, state) for shape, state in parts if math.prod(shape) > 0] or parts[:1]
-        first_shape, whole = holders[0]
+        dist.all_gather_object(parts, (slot.layout[0], own), group=self.shard_group)
+        holders = [(shape, state) for shape, state in parts if math.prod(shape) > 0]
+        if not holders:  # the parameter has no elements
+            holders = parts[:1]
+        shape, whole = holders[0]
+        if shape == slot.shape:  # one rank has all of it
+            return whole
         for kind, value in whole.items():
-            # Otherwise it is a count of steps; or one rank has the whole, of any shape.
-            if is_by_element(kind, value, first_shape) and first_shape != slot.shape:
+            if is_by_element(kind, value, shape):
                 elements = [state[kind].reshape(-1) for _, state in holders]
                 whole[kind] = torch.cat(elements).as_strided(slot.shape, slot.strides)
+            elif has_many_elements(value):
+                self._refuse(f"{kind} of {name} in the optimizer's state is of a part, and cannot "
+                             f"be put together: use DDP, or save by sharded_state()")
         return whole
 
-    def _part_of_state(self, slot, whole):
-        """The reverse of `_join_state`, in new memory: on every rank what it has of the whole."""
-        whole = tree_map_only(torch.Tensor, torch.clone, whole)
-        if slot is None or slot.layout[0] == slot.shape:
-            return whole
+    def _part_of_state(self, name, slot, whole):
+        """The reverse of `_join_state`: on every rank what it has of the whole."""
+        if slot.bucket.cuts is not None:  # uncut
+            return whole if slot.layout[0] == slot.shape else {}
         first, end = slot.bucket.shard_range(slot)
-        if first == end and slot.n > 0:
-            return {}
         for kind, value in whole.items():
             if is_by_element(kind, value, slot.shape):
                 packed = torch.empty_strided(slot.shape, slot.strides, dtype=value.dtype)
                 elements = packed.copy_(value).as_strided((slot.n,), (1,))
                 whole[kind] = elements[first:end].clone().view(slot.layout[0])
+            elif has_many_elements(value):
+                self._refuse(f"nothing was loaded: {kind} of {name} does not have the shape "
+                             f"{tuple(slot.shape)} of the parameter")
         return whole
 
 
-def on_cpu(t):
-    """A copy that stays as it is while training goes on."""
-    return t.detach().to("cpu", copy=True)
+def copied(state):
+    """A copy on the CPU, which stays as it is while training goes on."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach().to("cpu", copy=True), state)
+
+
+def group_of(group, parameters, names):
+    """A copy of an optimizer's group, with these parameters, in whatever way they are given."""
+    found = copied({key: value for key, value in group.items() if key != "params"})
+    if "param_names" in found:  # of optimizers that were made of named_parameters()
+        found["param_names"] = names
+    return {**found, "params": parameters}
 
 
 def is_by_element(kind, value, shape):
-    """Whether an optimizer keeps a number for each element of a parameter of this shape. "step" is
-    a count of steps in torch's optimizers, also for a parameter of no dimensions."""
+    """Whether value, in an optimizer's state, has a number for each element of a parameter of this
+    shape. "step" is a count in torch's optimizers, also for a parameter of no dimensions."""
     return kind != "step" and isinstance(value, torch.Tensor) and value.shape == shape
+
+
+def has_many_elements(value):
+    """Whether a tensor is in it that is more than a number."""
+    tensors = [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return any(t.numel() > 1 for t in tensors)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1647,7 +1686,8 @@ class DDP(Guards, TorchOptions, UnevenRanks, RebuiltBuckets, OptimizerStates, Pl
     they may differ between ranks.
     init_sync: compare modules, and start with rank 0's parameters and buffers.
     device_mesh: of one dimension, in place of process_group.
-    output_device, dim, check_reduction, gradient_as_bucket_view, static_graph, batched_grad_copy,
+    static_graph: as find_unused_parameters.
+    output_device, dim, check_reduction, gradient_as_bucket_view, batched_grad_copy,
     skip_all_reduce_unused_params: torch's; ignored, as they change no gradient. Its other
     arguments are refused by name.
 

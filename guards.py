@@ -23,6 +23,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import numbers
@@ -714,14 +715,15 @@ SHAPES = {"shape", "size", "numel", "nelement", "stride", "__len__", "T", "mT", 
 BY_CHANCE = set("""
     normal_ uniform_ kaiming_uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_
 """.split())
-# Optimizers that look at whole parameters, by the names of their classes, in small letters: torch's
-# and those of timm, transformers, apex, bitsandbytes, pytorch-optimizer and of papers.
+# Optimizers that look at whole parameters, by the names of their classes, in small letters. There
+# are others.
 NOT_ELEMENTWISE = set("""
-    adafactor adafactorbigvision came sm3 adam_mini adammini galoreadamw galoreadafactor apollo fira
+    adafactor adafactorbigvision adafactor8bit came sm3 adam_mini adammini stableadamw galoreadamw
+    galoreadafactor apollo fira
     lamb fusedlamb fusedmixedprecisionlamb onebitlamb lamb8bit lamb32bit
     lars pytorchlars lars8bit lars32bit novograd nvnovograd fusednovograd adamp sgdp fromage nero
     muon singledevicemuon muonwithauxadam singledevicemuonwithauxadam muonadamw distmuon
-    distmuonadamw distributedmuon adamuon normuon dion scion
+    distmuonadamw distributedmuon adamuon normuon muonclip dion scion ranger ranger21 adai amos
     shampoo scalableshampoo distributedshampoo soap splus kron psgd kfac ekfac
 """.split())
 # And those that look at all parameters at once.
@@ -729,7 +731,7 @@ NOT_BY_PARAMETER = set("""
     lbfgs fulllbfgs lbfgsnew prodigy prodigyplusschedulefree dadaptadam dadaptsgd dadaptadagrad
     dadaptlion dadaptadan dadaptadanip dog ldog momo momoadam
 """.split())
-PLACE = "shards"  # in an optimizer's groups: `_guard_owner`
+PLACES = "shards"  # in groups of a state_dict(): `_guard_owner`
 # The way out, where a name is that of another optimizer.
 NOT_THAT_ONE = ("If it is another one of that name, which changes each element by that element's "
                 "gradient alone, set optimizer.is_elementwise = True")
@@ -961,6 +963,14 @@ def refuse_other_shards(name, arguments):
                                f"full_state_dict() and load_full_state_dict()")
 
 
+def mark(place, optimizer, state_dict):
+    """Hook of an optimizer: its state_dict() says whose shards its groups have. One optimizer may
+    have shards of several wrappers."""
+    for group in state_dict["param_groups"]:
+        others = [other for other in group.get(PLACES, ()) if other != place]
+        group[PLACES] = [*others, place]
+
+
 def refuse_held(tensors):
     """Raise where one is a mark of what no_sync() holds back: a norm would be that of marks."""
     kinds = set(map(type, tensors))
@@ -1067,9 +1077,14 @@ class ShardGuards(Guards):
         self._guard_checked = weakref.WeakSet()  # optimizers, by `_guard_check_state`
         self._guard_hooked = weakref.WeakSet()  # those that tell when they have loaded state
         self._guard_unasked = set()  # shards that are a `Shard`
-        self._guard_place = None  # whose shards these are: `_guard_owner`
+        self._guard_marked = weakref.WeakSet()  # optimizers whose state_dict() says whose it is
         self._guard_whole = set()  # shards of uncut parameters
         self._guard_elsewhere = set()  # and those of them that other ranks own: empty here
+        # Whose shards these are: the same for every wrapper that is cut in the same places.
+        ranges = [slot.bucket.shard_range(slot) for slot in self._slots.values()]
+        checksum = zlib.crc32(repr(ranges).encode())
+        rank = dist.get_rank(self.shard_group)
+        self._guard_place = f"rank {rank} of {self.shard_size}, {checksum:08x}"
         for p, slot in self._slots.items():
             if p in self._uncut:
                 self._guard_whole.add(slot.shard)
@@ -1318,6 +1333,9 @@ class ShardGuards(Guards):
         if is_torchs and optimizer not in self._guard_checked:
             self._guard_check_state(optimizer)
         self._guard_owner(optimizer)
+        if optimizer not in self._guard_marked:
+            self._guard_marked.add(optimizer)
+            optimizer.register_state_dict_post_hook(functools.partial(mark, self._guard_place))
         own = given - self._guard_elsewhere
         has_gradient = any(shard.grad is not None for shard in own)
         if self._guard_awaits_backward and own and not has_closure and not has_gradient:
@@ -1352,20 +1370,15 @@ class ShardGuards(Guards):
                                  f"use DDP. ({NOT_THAT_ONE})")
 
     def _guard_owner(self, optimizer):
-        """An optimizer's groups are saved with its state. So they say whose shards these are: rank
-        0's state, which a library may have saved for all, is refused elsewhere. (Its shapes need
-        not tell.)"""
-        if self._guard_place is None:
-            ranges = [slot.bucket.shard_range(slot) for slot in self._slots.values()]
-            rank, W = dist.get_rank(self.shard_group), self.shard_size
-            self._guard_place = f"rank {rank} of {W}, {zlib.crc32(repr(ranges).encode()):08x}"
+        """Refuse state that was loaded from the state_dict() of another rank, as where a library
+        has saved rank 0's for all. (Its shapes need not tell.) For that, groups in a state_dict()
+        say whose shards theirs are, and load_state_dict() keeps what they say."""
         for group in optimizer.param_groups:
-            if self._shards.isdisjoint(group["params"]):
-                continue
-            place = group.setdefault(PLACE, self._guard_place)
-            if place != self._guard_place:
-                self._refuse(f"the optimizer's state is of the shards of {place}, and this is "
-                             f"{self._guard_place}: its state_dict() is one rank's. Save "
+            places = group.get(PLACES)
+            is_ours = not self._shards.isdisjoint(group["params"])
+            if places is not None and is_ours and self._guard_place not in places:
+                self._refuse(f"the optimizer's state is of the shards of {' and '.join(places)}, "
+                             f"and this is {self._guard_place}: a state_dict() is one rank's. Save "
                              f"full_optimizer_state_dict(optimizer), or by sharded_state() of "
                              f"checkpoint.py")
 
@@ -1411,7 +1424,7 @@ class ShardGuards(Guards):
         self._guard_owner(optimizer)
         found = super().full_optimizer_state_dict(optimizer)
         for group in found["param_groups"]:
-            group.pop(PLACE, None)
+            group.pop(PLACES, None)
         return found
 
     def shard_starts(self):

@@ -73,8 +73,9 @@ from torch.utils._pytree import tree_map
 
 from ddp import (ALIGN_CHUNK_BYTES, NOTHING, Bucket, HierarchicalState, OptimizerStates, Reducer,
                  Slot, UnevenRanks, add_in_rank_order, broadcast, bucket_bytes, fill_buckets,
-                 first_names, in_backward, in_order_of_use, named_modules, named_tensors, round_up,
-                 span, start_all_gather, start_all_reduce, start_reduce_scatter, weakly)
+                 first_names, in_backward, in_order_of_use, named_modules, named_tensors,
+                 refuse_no_size, round_up, span, start_all_gather, start_all_reduce,
+                 start_reduce_scatter, weakly)
 from guards import ShardGuards
 
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
@@ -1498,6 +1499,7 @@ class ZeroOptions(Hybrid, OtherMemory, Uncut, MetaDevice):
                  device: torch.device | str | None = None, uncut: Iterable[nn.Parameter] = (),
                  broadcast_buffers: bool = True, bucket_cap_mb: float | None = None):
         self.forward_sync_buffers = self._sends_buffers_at_first = broadcast_buffers
+        refuse_no_size(bucket_cap_mb)
         self.bucket_cap_mb = bucket_cap_mb
         self._uncut = set_of_parameters(module, uncut)
         self._compared = [f"{param_dtype=} {reduce_dtype=} {shard_size=} {bucket_cap_mb=}"]

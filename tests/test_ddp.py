@@ -254,6 +254,9 @@ def test_arguments_of_torchs():
         model(x).sum().backward()
         gradient = model.module.weight.grad
         assert (gradient == 1.5).all(), f"{options}: {gradient} is not the mean of 1 and 2"
+    model = DDP(fresh("odd"), static_graph=True)
+    for _ in range(2):
+        model(torch.ones(3, 5), 0).backward()  # leaves some out
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "one"))
     alone = DDP(nn.Linear(2, 2), device_mesh=mesh["one"])
     assert alone.world_size == 1, "the ranks of the mesh"

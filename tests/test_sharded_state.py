@@ -296,9 +296,8 @@ def test_whole_state_is_torchs(kind):
     again = two_groups(model.parameters())
     model.load_full_optimizer_state_dict(again, found)
     for p, state in again.state.items():
-        is_elsewhere = kind is not DDP and p.numel() == 0 and p.whole_shape.numel() > 0
-        assert not (is_elsewhere and state), "another rank has the state"
-        assert not state or state["step"].shape == (), "a count is no number for each element"
+        assert state["step"].shape == (), "a count is no number for each element"
+        assert state["exp_avg"].shape == p.shape
     for name, state in model.full_optimizer_state_dict(again)["state"].items():
         same_bits(found["state"][name], state)
     model.load_full_optimizer_state_dict(again, expected)  # and torch's
@@ -319,11 +318,46 @@ def test_whole_state_that_does_not_fit(kind):
     whole["param_groups"][0]["params"][0] = "elsewhere"
     raises(RuntimeError, "'elsewhere', 'empty'", model.load_full_optimizer_state_dict,
            optimizer, whole)
+    if kind is Zero3:
+        whole = model.full_optimizer_state_dict(optimizer)
+        whole["state"]["first.weight"] = {"exp_avg": torch.ones(3, 5)}
+        raises(RuntimeError, "exp_avg of first.weight does not have the shape",
+               model.load_full_optimizer_state_dict, optimizer, whole)
     other = two_groups(Difficult().parameters())
     for call in (partial(model.full_optimizer_state_dict, other),
                  partial(model.load_full_optimizer_state_dict, other, whole)):
         raises(RuntimeError, "not this wrapper's", call)
     assert one.param_groups[0]["lr"] == 7.0 and not optimizer.state, "something was loaded"
+
+
+class KeepsHistory(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["history"] = [torch.ones_like(p)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [Zero1, Zero2, Zero3])
+def test_whole_state_of_other_optimizers(stage):
+    """Adagrad, whose state is made in its constructor alone; one with lists, which is refused; a
+    rate in a tensor, of which the state has a copy; names of named_parameters()."""
+    model = stage(nn.Linear(8, 8))
+    optimizer = torch.optim.Adagrad(model.named_parameters(), lr=torch.tensor(0.1), foreach=False)
+    whole = model.full_optimizer_state_dict(optimizer)
+    for group in whole["param_groups"]:
+        assert group["params"] == group["param_names"] == ["weight", "bias"]
+        group["params"] = group["params"][::-1]
+    model.load_full_optimizer_state_dict(optimizer, whole)
+    assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["lr"].fill_(7.0)
+    assert whole["param_groups"][0]["lr"] == 0.1
+    optimizer = KeepsHistory(model.parameters(), lr=0.1)
+    optimizer.step()
+    raises(RuntimeError, "history of .* cannot be put together", model.full_optimizer_state_dict,
+           optimizer)
 
 
 FIRST_STEPS = [adamw, sgd, muon, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,

@@ -74,6 +74,10 @@ def test_small_buckets(stage):
     compare(partial(uncut, STAGES[stage], bucket_cap_mb=0.001), "gpt", "uncut")
     n_parameters = len(list(fresh("gpt").parameters()))
     assert n_buckets[0] == n_buckets[1] < n_buckets[2] < n_buckets[3] == n_parameters, n_buckets
+    for wrong in (-1, math.nan, math.inf):
+        raises(ValueError, "bucket_cap_mb is a number", STAGES[stage], fresh("gpt"),
+               bucket_cap_mb=wrong)
+    STAGES[stage](nn.ParameterList(torch.ones(1) for _ in range(1100)), bucket_cap_mb=0)
     rank = dist.get_rank()
     raises(RuntimeError, "bucket_cap_mb=", STAGES[stage], fresh("gpt"), bucket_cap_mb=1.0 + rank)
 
