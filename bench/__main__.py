@@ -15,14 +15,15 @@ Options, then any flags of train.py:
     --price 2.5                         dollars for an hour of a device: what an epoch costs
     --epoch_tokens 9e9                  tokens of such an epoch; unless given those of OpenWebText
 overhead and collectives have --worlds. All that makes its own tables, as these, fit and compare,
-has the flags of its program in bench/.
+has the flags of its program in bench/, and its --help. Names of files are as seen from the folder
+of bench.sh.
 
 Replaces a benchmark harness by a loop: for each round, label, W and row one run of train.py. All
-that a run could refuse is looked at before the first one starts. Each start writes files of its
-own: the results of its runs to out/bench/COMMAND_DATE.jsonl, one after the other, the tables to
-COMMAND_DATE.md, what the runs leave to the folder COMMAND_DATE. A row that fails says why, the
-others still run, and the exit status is 1. Ctrl-C stops what runs, and prints the tables of what
-has run so far.
+that a run of train.py could refuse is looked at before the first one starts. Each start writes
+files of its own: the results of its runs to out/bench/COMMAND_DATE.jsonl, one after the other, the
+tables to COMMAND_DATE.md, what the runs leave to the folder COMMAND_DATE. A row that fails says
+why, the others still run, and the exit status is 1. Ctrl-C stops what runs, and prints the tables
+of what has run so far.
 
 Runs by themselves scatter by up to 20 % on a shared machine. So each round runs every row once,
 and a cell is the median of the rounds, with the quartiles beside it. All but gpu run on the CPU,
@@ -117,6 +118,12 @@ def whole_numbers(text):
     return sorted(values)
 
 
+def words_of(text):
+    if not text.split():
+        raise argparse.ArgumentTypeError("it needs modes, such as 'ddp zero3'")
+    return text.split()
+
+
 def make_parser():
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     parser.error = refuse
@@ -128,7 +135,7 @@ def read_options(name, words):
     parser = make_parser()
     parser.add_argument("--worlds", type=whole_numbers)
     parser.add_argument("--rounds", type=whole_number)
-    parser.add_argument("--modes", type=str.split)
+    parser.add_argument("--modes", type=words_of)
     parser.add_argument("--micro_batch_size", type=whole_number)
     parser.add_argument("--price", type=number)
     parser.add_argument("--epoch_tokens", type=whole_number, default=9_000_000_000)
@@ -191,8 +198,10 @@ def choose_rows(command, options):
 def plan(name, command, options):
     """-> [Run] in their order. Refuses what some run would refuse."""
     labels = [*command.labels, *options.rates]
-    if command.rates == "instead":
-        labels = labels[-1:]
+    if command.rates == "instead" and options.rates:
+        if len(options.rates) > 1:
+            refuse(f"{name} takes one rate, not {' and '.join(options.rates)}")
+        labels = options.rates
     if not labels:
         refuse(f"{name} needs rates, such as {command.example}")
     runs = []
@@ -209,7 +218,7 @@ def plan(name, command, options):
     check_flags(command, options, runs)
     for rate in options.rates:
         check_link()
-        with link(rate):
+        with link(rate):  # tc alone knows which rates there are: so one is made, and removed
             pass
     return runs
 
@@ -290,9 +299,18 @@ def commit():
     return done.stdout.strip() or "unknown"
 
 
+def make_folder():
+    try:
+        BENCH.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        refuse(f"{BENCH}, where results go: {error.strerror}")
+    if not os.access(BENCH, os.W_OK):
+        refuse(f"{BENCH}, where results go, cannot be written to")
+
+
 def reserve(name):
     """-> the path of a new, empty .md file, dated, which no other start has."""
-    BENCH.mkdir(parents=True, exist_ok=True)
+    make_folder()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     path = BENCH / f"{name}_{stamp}.md"
     n = 1
@@ -448,7 +466,8 @@ def print_again(words):
 def main():
     sys.argv[0] = "bench.sh"  # what refusals begin with
     words = sys.argv[1:]
-    if "-h" in words or "--help" in words:
+    is_program = bool(words) and words[0] in COMMANDS and COMMANDS[words[0]].own_tables
+    if {"-h", "--help"} & set(words) and not is_program:  # a program has a page of its own
         print(usage())
         return 0
     if not words or words[0] not in (*COMMANDS, "table"):

@@ -36,12 +36,13 @@ def same_for_strong(label, W):
 
 
 def single_is_one_rank(label, row, W):
-    """Whether a row has a place at W under a label."""
+    """Whether a row has a place at W, under whatever label."""
     return W == 1 or not row.startswith("single")
 
 
 def everywhere(label, row, W):
-    """scaling compares with W processes of `single` that know nothing of each other."""
+    """Every row has: scaling compares with W processes of `single` that know nothing of each other.
+    """
     return True
 
 
@@ -90,7 +91,8 @@ class Command:
     batch_size: Callable = one_per_rank
     belongs: Callable = single_is_one_rank
     label_flags: Callable = no_more
-    rates: str = ""  # what rates of a link do to labels: "added", or "instead"; else it has none
+    # What rates of a link do to labels: "added"; "instead", of one rate; "": it has no link.
+    rates: str = ""
     refuses: tuple = ()  # (an option that it does not have, why)
     packages: tuple = ()
     draws: bool = False  # at its end; other pictures are made by bench/pictures.py alone

@@ -33,6 +33,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import re
 import resource
@@ -48,7 +49,7 @@ import torch
 
 import train
 from bench.start import Parser
-from bench.timeline import KINDS, pyplot_on_nothing, refuse, save, WHOLE
+from bench.timeline import KINDS, pyplot_on_nothing, refuse, ROOT, save, WHOLE
 
 MODES = "single ddp zero1 zero2 zero3 torch-ddp torch-fsdp"
 # What each mode keeps whole, by the stage that does the same.
@@ -470,7 +471,7 @@ def draw(path):
     axes.set_ylabel("million parameters")
     axes.set_title(f"the largest model that trains in {budget_mb:g} MB a rank", fontsize=10)
     axes.legend(ncols=len(worlds) + 1, loc="upper left")
-    save(figure, "fit")
+    save(figure, "fit", ROOT / "assets")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -480,7 +481,7 @@ def draw(path):
 def read_numbers(name, text):
     """"1 2 4" -> [1, 2, 4]."""
     words = text.split()
-    if not words or not all(word.isdigit() and int(word) > 0 for word in words):
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         refuse(f"{name} {text}: choose whole numbers from 1 on, such as \"1 2 4\"")
     return sorted({int(word) for word in words})
 
@@ -512,8 +513,9 @@ def parse_arguments():
     return arguments, [*FLAGS, *others]
 
 
-def check_flags(flags):
-    """End with one line where train.py refuses these flags, or where the limit cannot be set."""
+def check_flags(flags, budget_mb, W):
+    """End with one line where train.py refuses these flags, or where the limit cannot be set, or
+    is more than W ranks have on this machine."""
     given = train.read_flags(flags)
     try:
         count_parameters(1, flags)
@@ -521,6 +523,10 @@ def check_flags(flags):
         refuse(str(error))
     if given["device"] == "cpu" and sys.platform != "linux":
         refuse("on a CPU the limit is one of Linux: choose an accelerator by --device")
+    most_mb = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e6
+    if given["device"] == "cpu" and W * budget_mb > most_mb:
+        refuse(f"--budget_mb {budget_mb:g}: {W} ranks do not have it in the {most_mb:,.0f} MB of "
+               f"this machine")
 
 
 def main():
@@ -531,7 +537,7 @@ def main():
             refuse("draw takes one file that --results has named")
         return draw(sys.argv[2])
     arguments, flags = parse_arguments()
-    check_flags(flags)
+    check_flags(flags, arguments.budget_mb, max(arguments.worlds))
     answers = {}
     if arguments.results is not None:
         answers = known_answers(arguments.results, arguments.budget_mb, flags)

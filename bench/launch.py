@@ -201,7 +201,8 @@ def keep_files(run, folder):
         out_dir = folder / f"run{number}"
         metrics = out_dir / "metrics.jsonl"
         if metrics.exists():
-            facts["skipped_steps"] = metrics.read_text().count('"skipped": true')
+            n = metrics.read_text().count('"skipped": true')
+            facts["skipped_steps"] = facts.get("skipped_steps", 0) + n
             process = f", process {number}" if run.are_alone else ""
             metrics.rename(folder / f"{run.name}{process}.metrics.jsonl")
         for trace in out_dir.glob("trace_rank*.json"):

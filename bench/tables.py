@@ -18,6 +18,9 @@ BENCH = ROOT / "out" / "bench"
 COUNTERPARTS = {"naive": "torch-ddp", "ddp": "torch-ddp", "zero1": "torch-zero1",
                 "zero2": "torch-fsdp-kept", "zero3": "torch-fsdp", "deepspeed1": "torch-zero1",
                 "deepspeed2": "torch-fsdp-kept", "deepspeed3": "torch-fsdp"}
+# Of a start.
+FACTS = {"command", "words", "machine", "n_devices", "torch", "commit", "date", "note", "price",
+         "epoch_tokens"}
 TIMES = ("step_ms", "tokens_per_sec", "comm_exposed_ms", "mfu")  # of a RESULT
 
 
@@ -95,11 +98,13 @@ def read_results(path):
         start, *lines = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:
         refuse(f"{path} does not have what bench.sh writes: {error}")
-    if "command" not in start:
+    if not isinstance(start, dict) or not FACTS <= start.keys() or start["command"] not in TABLES:
         refuse(f"{path} does not say in its first line what was started")
     runs = {}
     failed = []
-    for run in lines:
+    for number, run in enumerate(lines, start=2):
+        if not isinstance(run, dict) or not {"label", "row", "W", "after_s"} <= run.keys():
+            refuse(f"{path}: line {number} is no run of bench.sh")
         if "failed" in run:
             failed.append(run)
             continue

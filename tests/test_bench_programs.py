@@ -318,7 +318,7 @@ def test_a_picture_of_what_fits(tmp_path, capsys):
         fit.append(search, fit.Question(mode, W, n, 1), fit.Answer(True, n * 10**6, 300.0, 1.0))
     fit.append(search, fit.Question("zero3", 2, 18, 1), fit.Answer(False, 18 * 10**6, 300.0))
     (tmp_path / "assets").mkdir()
-    with mock.patch("bench.timeline.ROOT", tmp_path):
+    with mock.patch.object(fit, "ROOT", tmp_path):
         status, _, err = call(capsys, fit, "draw", results)
     assert not status, err
     picture = (tmp_path / "assets" / "fit.svg").read_text()
