@@ -263,8 +263,7 @@ class Wrapper(torch.nn.Module):
 
         world_size   W
         shard_group  the ranks over which parameters are sharded; None in DDP
-        exposed_s    seconds that this rank has waited for communication, sums included: by a
-                     `Stopwatch`
+        exposed_s    seconds that it has waited for communication, sums included: by a `Stopwatch`
     """
 
     def __init__(self, module, process_group=None, init_sync=True):

@@ -43,6 +43,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -414,6 +415,14 @@ def follow(words, lines, signals):
     return process.returncode
 
 
+def check_words(path, words):
+    """Let a program that torchrun starts look at its flags here, where it refuses them once, in a
+    line and with status 2."""
+    program = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    sys.argv[1:] = words
+    program.parse_arguments()
+
+
 def run_program(name, words, signals):
     """A program that makes its own tables, which are also kept -> its exit status."""
     command = COMMANDS[name]
@@ -425,6 +434,7 @@ def run_program(name, words, signals):
         parser.add_argument("--worlds", type=whole_numbers, default=command.worlds)
         given, words = parser.parse_known_args(words)
         worlds = given.worlds
+        check_words(command.program, words)
     lines = []
     status = 0
     for W in worlds:

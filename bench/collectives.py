@@ -302,13 +302,13 @@ def parse_arguments():
         refuse(f"--repeats {arguments.repeats}: choose 1 or more")
     if arguments.rate is not None:
         arguments.rate = read_rate(arguments.rate)
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        refuse("one rank sends nothing: start two or more by torchrun --nproc_per_node=2")
     return arguments
 
 
 def main():
     arguments = parse_arguments()
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        refuse("one rank sends nothing: start two or more by torchrun --nproc_per_node=2")
     torch.set_num_threads(1)
     # torch 2.13 has new names for two of its own; older ones are those that every version has.
     warnings.simplefilter("ignore", FutureWarning)

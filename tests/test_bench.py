@@ -341,6 +341,8 @@ MISTAKES = [
     (["modes", "--worlds"], "--worlds"),
     (["modes", "--modes="], "--modes: it needs modes"),
     (["timeline", "1gbit", "2gbit"], "timeline takes one rate, not 1gbit and 2gbit"),
+    (["collectives", "--repeats=0"], "--repeats 0"),
+    (["overhead", "--worlds=2", "--steps=0"], "--steps 0"),
     (["fit", "--budget_mb=9e8"], "--budget_mb 9e[+]08: 4 ranks do not have it"),
     (["fit", "--worlds=²"], "--worlds ²: choose whole numbers"),
     (["modes", "--rounds=1.5"], "--rounds: 1.5"),
