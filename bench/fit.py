@@ -470,6 +470,7 @@ def draw(path):
     axes.set_xticks(range(len(modes)), modes)
     axes.set_ylabel("million parameters")
     axes.set_title(f"the largest model that trains in {budget_mb:g} MB a rank", fontsize=10)
+    axes.margins(y=0.25)  # room for the legend
     axes.legend(ncols=len(worlds) + 1, loc="upper left")
     save(figure, "fit", ROOT / "assets")
 

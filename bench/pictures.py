@@ -129,8 +129,12 @@ def draw_buckets(folder, path=None):
             axes.plot(*zip(*sorted(points)), marker="o", label=mode)
         axes.set(title=f"{label}, W = {W}", xscale="log", xlabel="MB of a bucket",
                  ylabel="ms a step")
-    panels[0][0].legend()
+        sizes = sorted({bucket_mb(row) for row in results.rows})
+        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axes.minorticks_off()
     figure.tight_layout()
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(modes), loc="lower center", bbox_to_anchor=(0.5, 1))
     save(figure, "buckets", folder)
 
 
