@@ -348,7 +348,7 @@ def print_tables(path, changes=()):
               "left out.\n")
     for print_one in TABLES[results.start["command"]]:
         print_one(results)
-    if results.start["command"] == "scaling":
+    if results.start["command"] == "scaling" and 1 in results.worlds:  # what speed is over
         for label in results.labels:
             print_chart(results, label)
     # One rank sends nothing, so these are the traces of all rows with two ranks or more.

@@ -183,7 +183,7 @@ def test_memory(tree):
 @pytest.mark.full
 def test_scaling(tree):
     """W separate processes are what efficiency is over; they send nothing, and each is a device."""
-    rows, folder = tiny(tree, "scaling", "--worlds=2", "--modes=single zero3")
+    rows, folder = tiny(tree, "scaling", "--worlds=1 2", "--modes=single zero3")
     for label, n in (("weak", 2), ("strong", 1)):
         alone = find(rows, **{"": label, "mode": "single", "W": "2"})
         together = find(rows, **{"": label, "mode": "zero3", "W": "2"})
