@@ -224,7 +224,7 @@ COMMANDS = {
         belongs=on_hosts_or_one, rates="added",
     ),
     "precision": Command(  # most CPUs take long for 16 bits: hence a model that is smaller still
-        "losses in fp32, bf16 and fp16, and the steps that fp16 skips", "5 minutes",
+        "losses in fp32, bf16 and fp16, and the steps that fp16 skips", "10 minutes",
         rows=("single", "ddp", "zero3", "torch-ddp"),
         variants=("--dtype fp32", "--dtype bf16", "--dtype fp16", MIXED),
         worlds=(1, 2), rounds=1, micro_batch_size=4,
