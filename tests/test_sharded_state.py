@@ -347,11 +347,12 @@ def test_whole_state_of_other_optimizers(stage):
     whole = model.full_optimizer_state_dict(optimizer)
     for group in whole["param_groups"]:
         assert group["params"] == group["param_names"] == ["weight", "bias"]
-        group["params"] = group["params"][::-1]
+        group["params"] = group["param_names"] = ["bias", "weight"]
     model.load_full_optimizer_state_dict(optimizer, whole)
     assert optimizer.param_groups[0]["param_names"] == ["weight", "bias"]
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
+    whole = model.full_optimizer_state_dict(optimizer)
     optimizer.param_groups[0]["lr"].fill_(7.0)
     assert whole["param_groups"][0]["lr"] == 0.1
     optimizer = KeepsHistory(model.parameters(), lr=0.1)
