@@ -112,7 +112,9 @@ def broadcast_parameters(module: Module, process_group=None) -> None:
     """All ranks take rank 0's parameters and buffers. Ranks that draw their weights without a
     common seed would otherwise add the same means to other weights, and nobody would notice."""
     for t in (*module.parameters(), *module.buffers()):
-        dist.broadcast(t.data, group_src=0, group=process_group)
+        value = t.data.contiguous()  # NCCL sends nothing else
+        dist.broadcast(value, group_src=0, group=process_group)
+        t.data.copy_(value)
 
 
 @torch.no_grad()

@@ -897,7 +897,7 @@ def torch_row(torchs, ours, *modules, **options):
        torch_row("torch ddp unsynced", "ddp unsynced", "mixed", buffers=True),
        torch_row("torch ddp", "ddp", "gpt", "odd", micro_steps=2, each_synced=True),
        torch_row("torch ddp", "zero3", "mixed", buffers=True),
-       torch_row("torch ddp", "zero1", "gpt", "odd", torch_optimizer=redundancy),
+       torch_row("torch ddp", "zero1", "gpt", "even", torch_optimizer=redundancy),
        torch_row("fsdp2", "zero2", "lora"),
        torch_row("fsdp2", "zero3", "gpt"),
        torch_row("fsdp2 bf16", "zero1 bf16", "gpt"),

@@ -21,10 +21,40 @@ import ddp
 import oracle
 import train
 from extras import auto
+import verify
 from tests.common import raises
 from tests.params import ROOT
 from tests.runs import (finish, in_update, lines_of, nothing, run_train, this_rank,
                         write_line)
+
+
+SENDING = ("broadcast", "all_reduce", "all_to_all_single", "all_gather_single")
+
+
+def refuse_strided(real, *arguments, **options):
+    """NCCL sends only tensors whose elements lie one after the other. gloo sends any, and so does
+    the simulated accelerator."""
+    assert all(t.is_contiguous() for t in arguments if isinstance(t, torch.Tensor)), real.__name__
+    return real(*arguments, **options)
+
+
+def refuse_strided_messages(real, messages):
+    assert all(message.tensor.is_contiguous() for message in messages), "send or receive"
+    return real(messages)
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("wrapper", ["naive", "ddp", "zero1", "zero2", "zero3"])
+def test_nccl_takes_what_is_sent(wrapper):
+    """A parameter and a buffer that are not contiguous are no different from others."""
+    with ExitStack() as stack:
+        for name in SENDING:
+            strict = partial(refuse_strided, getattr(dist, name))
+            stack.enter_context(mock.patch.object(dist, name, strict))
+        strict = partial(refuse_strided_messages, dist.batch_isend_irecv)
+        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", strict))
+        for kind in ("odd", "mixed"):
+            verify.distributed(verify.WRAPPERS[wrapper], kind)
 
 
 @contextmanager
