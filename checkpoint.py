@@ -367,7 +367,9 @@ def rewind(out_dir: pathlib.Path, step: int, best_step: int) -> str | None:
     if not moved:
         return None
     names = ", ".join(path.name for path in moved)
-    return f"{names}, newer or of an earlier run: moved to {aside}"
+    n_aside = len([*out_dir.glob("earlier_*")])
+    return (f"{names}, newer or of an earlier run: moved to {aside}. Delete it if you do not need "
+            f"it; there {'is' if n_aside == 1 else 'are'} {n_aside} of this kind")
 
 
 def lines_until(step, metrics):

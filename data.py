@@ -223,10 +223,14 @@ def load_tokens(config, source, vocab_size):
     n_train = 0 if config.eval_only else config.global_batch_size * config.block_size + 1
     n_val = config.block_size + 1 if config.eval_steps else 0
     if len(train) < n_train or len(val) < n_val:
+        hint = ("--block_size and --global_batch_size lower that; --eval_steps 0 needs none to "
+                "validate with")
+        has_no_sample = len(train) < 2 or (n_val > 0 and len(val) < 2)
+        if has_no_sample:  # which is a token, and the next one
+            hint = "Take a longer text"
         raise SystemExit(f"--dataset {path} is too short: it has {len(train)} tokens to train on "
                          f"and {len(val)} to validate with, and {n_train} and {n_val} are needed. "
-                         "--block_size and --global_batch_size lower that; --eval_steps 0 needs "
-                         "none to validate with")
+                         f"{hint}")
     for tokens in (train, val):
         some = some_of(tokens)  # the loss refuses any other such token
         for token in (some.min(initial=0), some.max(initial=0)):

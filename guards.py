@@ -801,9 +801,9 @@ def name_of(function):
 IN_BACKWARD = ("stage 3 has freed it in this part of the backward. An autograd.Function keeps a "
                "weight by ctx.save_for_backward(weight), not by ctx.weight = weight, and a hook "
                "what it has read in the forward; or use Zero2")
-ABSENT = ("a parameter has a value only in the forward of its unit, and in the backward. Make the "
-          "optimizer from the wrapper's parameters(), after wrapping. For values use "
-          "full_parameters() or, to save, as by save_pretrained(state_dict=...), full_state_dict()")
+ABSENT = ("a parameter has a value only in the forward of its unit, and in the backward. For values "
+          "use full_parameters() or, to save, as by save_pretrained(state_dict=...), "
+          "full_state_dict(); an optimizer is made from the wrapper's parameters(), after wrapping")
 
 
 class Part(torch.Tensor):
@@ -1322,9 +1322,13 @@ class ShardGuards(Guards):
         given = set()
         for group in optimizer.param_groups:
             given.update(group["params"])
+        name = type(optimizer).__name__
+        of_module = [slot.fqn for p, slot in self._slots.items() if p in given]
+        if of_module:
+            self._refuse(f"this {name} has parameters of the module, such as {of_module[0]}: make "
+                         f"the optimizer after wrapping, from the wrapper's parameters()")
         if given.isdisjoint(self._shards):
             return
-        name = type(optimizer).__name__
         closures = [*arguments[1:], options.get("closure")]  # which will make a backward
         has_closure = any(closure is not None for closure in closures)
         self._guard_elementwise(optimizer, given)

@@ -15,6 +15,7 @@ import contextlib
 import io
 import itertools
 import math
+import pathlib
 import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -508,6 +509,8 @@ def try_out_wrapper(file):
 
 def tried(function, file, kind, W=1):
     """What a function of the file returns on rank 0, before there are rows."""
+    if not pathlib.Path(file).is_file():
+        raise Failure("raised", "there is no such file")
     groups = Groups(kind)
     try:
         answer, *_ = groups.run(function, dict(file=file), W, function.limit_s)

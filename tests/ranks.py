@@ -16,6 +16,7 @@ import itertools
 import multiprocessing
 import os
 import pathlib
+import queue
 import re
 import shutil
 import signal
@@ -285,7 +286,7 @@ class Row:
             elif outcome == "failed" and self.counts:
                 text = f"FAILED {name}\n    {fact}"
             elif outcome == "failed":
-                outcome = "skipped"
+                outcome = "not counted"
                 text = f"{name}, not counted: {fact}"
             else:
                 text = ": ".join(part for part in (name, outcome, fact) if part)
@@ -347,23 +348,28 @@ def run_parts(parts, kind, always=PROVED):
     print(f"{'check':22s} {'W':>4s} {'seconds':>7s}")
     outcomes = []
     kinds = {}  # {what is said of them: lines}
-    lanes = Groups(kind), Groups(kind)  # rows run in two lanes at once
+    n_lanes = 2  # as many rows run at once
+    free = queue.SimpleQueue()
+    for _ in range(n_lanes):
+        free.put(Groups(kind))
+
+    def run_row(row):
+        groups = free.get()
+        try:
+            return row.run(groups)
+        finally:
+            free.put(groups)
+
     for claim, rows in parts.items():
         print(f"\n{claim}\n")
-        left = iter(rows)  # each lane takes the next one when it is free
-
-        def run_lane(groups):
-            for row in left:
-                outcome, line = row.run(groups)
+        with ThreadPoolExecutor(n_lanes) as pool:
+            for outcome, line in pool.map(run_row, rows):  # in the order of rows
                 print(line, flush=True)
                 outcomes.append(outcome)
                 if outcome in (*BAD, "refused"):
                     kinds.setdefault(kind_of(outcome, line), []).append(line)
-
-        with ThreadPoolExecutor(len(lanes)) as pool:
-            list(pool.map(run_lane, lanes))  # raises what a lane has raised
-    for groups in lanes:
-        groups.kill()
+    while not free.empty():
+        free.get().kill()
     print()
     for line, *others in kinds.values():
         print(line)
