@@ -114,7 +114,7 @@ def sharded_state(model: nn.Module,
                 if p in state_of:
                     raise ValueError(f"two optimizers have a parameter of shape {[*p.shape]}")
                 state_of[p] = state_in(optimizer, group, p)
-    found = {}
+    state = {}
     for name, p, first, whole in pieces:
         own = local(p).detach().as_subclass(torch.Tensor)  # guards.py warns who asks a shard
         n = own.numel()
@@ -133,8 +133,8 @@ def sharded_state(model: nn.Module,
             else:
                 raise ValueError(f"{kind} of {name} cannot be divided among ranks: its shape is "
                                  f"{[*t.shape]}, and that of the shard {[*own.shape]}")
-            found[f"{kind}.{name}"] = flat
-    return found
+            state[f"{kind}.{name}"] = flat
+    return state
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
@@ -309,10 +309,10 @@ def problem_of(folder: pathlib.Path) -> str | None:
         if not is_checkpoint(folder):
             return f"is no checkpoint, as it has no {SUMS}"
         expected = (folder / SUMS).read_text("utf-8", "replace").splitlines()
-        found = checksums(folder)
+        actual = checksums(folder)
     except OSError as error:
         return f"cannot be read: {error}"
-    wrong = {line.partition("  ")[2] for line in {*found} ^ {*expected}}
+    wrong = {line.partition("  ")[2] for line in {*actual} ^ {*expected}}
     if wrong or not expected:
         return f"does not match its {SUMS}: {', '.join(sorted(wrong))}"
     return None

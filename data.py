@@ -266,12 +266,12 @@ def find_tokens(folder, name):
     formats = {f"{name}.bin": None}
     for number_format in FORMATS:
         formats[f"{name}.{number_format}.bin"] = number_format
-    found = [file for file in formats if (folder / file).exists()]
-    if len(found) != 1:
-        raise SystemExit(f"--dataset {folder} has {' and '.join(found) or f'no {name}.bin'}: it "
+    files = [file for file in formats if (folder / file).exists()]
+    if len(files) != 1:
+        raise SystemExit(f"--dataset {folder} has {' and '.join(files) or f'no {name}.bin'}: it "
                          f"needs one of {', '.join(formats)}")
-    path = folder / found[0]
-    by_name = formats[found[0]]
+    path = folder / files[0]
+    by_name = formats[files[0]]
     by_meta = read_meta(folder / "meta.pkl").get("dtype")
     if by_name and by_meta and by_name != by_meta:
         raise SystemExit(f"--dataset: {path} is {by_name} by its name, but meta.pkl says {by_meta}")
@@ -280,15 +280,15 @@ def find_tokens(folder, name):
 
 def check_uint16(path, name, numbers):
     """Refuse numbers that have been read as uint16, but look like another format."""
-    found = guess_format(numbers)
-    if found is None:
+    guess = guess_format(numbers)
+    if guess is None:
         return
-    looks = found
-    if found == "uint8":
+    looks = guess
+    if guess == "uint8":
         looks = "a text, which --dataset takes by itself, or tokens of 8 bits"
     way = "convert it to uint16"
-    if found in FORMATS:
-        way += f', or rename it to {name}.{found}.bin, or write {{"dtype": "{found}"}} to meta.pkl'
+    if guess in FORMATS:
+        way += f', or rename it to {name}.{guess}.bin, or write {{"dtype": "{guess}"}} to meta.pkl'
     raise SystemExit(f"--dataset: {path} looks like {looks}: {way}. If it is uint16 all the same, "
                      f"rename it to {name}.uint16.bin")
 

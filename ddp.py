@@ -221,12 +221,12 @@ def in_order_of_use(things: list, used) -> list:
     last = {thing: place for place, thing in enumerate(used)}
     ordered = [thing for thing in things if thing in last]
     ordered.sort(key=last.get)
-    found = []
+    in_order = []
     for thing in things:
         if thing in last:
             thing = ordered.pop(0)
-        found.append(thing)
-    return found
+        in_order.append(thing)
+    return in_order
 
 
 def fill_buckets(parameters: list[torch.nn.Parameter], cap_bytes: float,
@@ -300,8 +300,8 @@ class Wrapper(torch.nn.Module):
     def _named(self, kind, modules=None):
         """`named_tensors` of the module, but not those that torch's DDP is told to ignore."""
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
-        found = named_tensors(self.module, kind, modules)
-        return [(name, t) for name, t in found if name not in ignored]
+        named = named_tensors(self.module, kind, modules)
+        return [(name, t) for name, t in named if name not in ignored]
 
     def _named_modules(self):
         return named_modules(self.module)
@@ -725,9 +725,9 @@ class UnevenRanks:
         differences = [pair for pair in pairs if pair[0] != pair[1]]
         of_all_ranks = [None] * self.world_size
         dist.all_gather_object(of_all_ranks, differences[:1], group=self.process_group)
-        for rank, found in enumerate(of_all_ranks):
-            if found:
-                of_0, of_rank = found[0]
+        for rank, differing in enumerate(of_all_ranks):
+            if differing:
+                of_0, of_rank = differing[0]
                 self._refuse(f"ranks wrap different modules: rank 0 has {of_0}, and rank {rank} "
                              f"has {of_rank}")
         super()._agree_on_module()
@@ -1227,10 +1227,10 @@ def copied(state):
 
 def group_of(group, parameters, names):
     """A copy of an optimizer's group, with these parameters, in whatever way they are given."""
-    found = copied({key: value for key, value in group.items() if key != "params"})
-    if "param_names" in found:  # of optimizers that were made of named_parameters()
-        found["param_names"] = names
-    return {**found, "params": parameters}
+    copy_of_group = copied({key: value for key, value in group.items() if key != "params"})
+    if "param_names" in copy_of_group:  # of optimizers that were made of named_parameters()
+        copy_of_group["param_names"] = names
+    return {**copy_of_group, "params": parameters}
 
 
 def is_by_element(kind, value, shape):
@@ -1253,18 +1253,18 @@ def named_modules(module, name=""):
     """[(name, module), and so for all below it], one that stands in two places by both names. This
     and `named_tensors` read what torch keeps modules and tensors in: a module may override torch's
     `named_parameters()` and the like, and leave some out."""
-    found = [(name, module)]
+    named = [(name, module)]
     if module._modules:
         for child_name, child in module._modules.items():
             if child is not None:
-                found += named_modules(child, f"{name}.{child_name}" if name else child_name)
-    return found
+                named += named_modules(child, f"{name}.{child_name}" if name else child_name)
+    return named
 
 
 def named_tensors(module, kind, modules=None):
     """[(name, tensor)] of all "parameters" or "buffers" of module, a tied one by each name; of its
     "modules" [(name, module)]. modules: its `named_modules`, if they are known."""
-    found = []
+    named = []
     for prefix, m in modules or named_modules(module):
         if kind == "parameters":
             kept = m._parameters
@@ -1275,8 +1275,8 @@ def named_tensors(module, kind, modules=None):
         for name, t in kept.items():
             is_sent_as_parameter = kind == "buffers" and isinstance(t, torch.nn.Parameter)
             if t is not None and not is_sent_as_parameter:
-                found.append((f"{prefix}.{name}" if prefix else name, t))
-    return found
+                named.append((f"{prefix}.{name}" if prefix else name, t))
+    return named
 
 
 def first_names(pairs):

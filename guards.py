@@ -157,23 +157,23 @@ class Guards:
         wrapped = {}  # {parameter: its first name}
         for name, p in self._guard_wrapped:
             wrapped.setdefault(p, name)
-        found = set()
+        still_there = set()
         for name, p in named:
             if p in wrapped:
-                found.add(p)
+                still_there.add(p)
             elif isinstance(p, torch.nn.Parameter) and not (only_evaluates and name in of_name):
                 self._refuse(f"{name} was added or replaced after wrapping, so ranks would not "
                              f"have the same there, nor average its gradient: wrap last")
             elif name in of_name:
                 before = of_name[name]
-                found.add(before)
+                still_there.add(before)
                 if p.shape != before.shape:
                     self._refuse(f"{name} gets a tensor of shape {tuple(p.shape)} in "
                                  f"functional_call(), and has {tuple(before.shape)}: is it a "
                                  f"shard, or an average of shards? Whole ones come from "
                                  f"full_parameters()")
         for p, name in wrapped.items():
-            if p not in found:
+            if p not in still_there:
                 self._refuse(f"{name} is no parameter of the module any more: it was deleted, "
                              f"replaced, or tied to another one after wrapping: wrap last")
 
@@ -447,9 +447,9 @@ class Guards:
         """How many there are. (An optimizer may lack empty shards, and leave theirs.)"""
         return len([None for slot in self._guard_filled if slot.shard.grad is not None])
 
-    def _guard_compare_steps(self, found):
-        """Raise if the steps that the last count has compared differ in a way that matters. found:
-        how they differ. A collective."""
+    def _guard_compare_steps(self, difference):
+        """Raise if the steps that the last count has compared differ in a way that matters.
+        difference: how they differ. A collective."""
         steps, gradients = self._guard_log.counted
         own = self._guard_record(steps)
         if gradients is not None:
@@ -462,9 +462,9 @@ class Guards:
             for name, value in record.items():
                 if first.setdefault(name, value) != value:
                     self._refuse(f"ranks have gone different ways since the backward before, which "
-                                 f"matters for {name}: {found}. Decide on steps, rates and their "
-                                 f"number by what all ranks know, such as a loss that was reduced "
-                                 f"over them")
+                                 f"matters for {name}: {difference}. Decide on steps, rates and "
+                                 f"their number by what all ranks know, such as a loss that was "
+                                 f"reduced over them")
 
     def _guard_record(self, steps):
         """DDP: {name: a checksum of the parameter's values}. One rank may update what it then sends
@@ -495,8 +495,8 @@ def numbers_of(group, defaults):
             value = value.item()
         parts = value if isinstance(value, tuple | list) else [value]
         if all(isinstance(part, numbers.Real) for part in parts):
-            found = [float(part) + 0.0 for part in parts]  # one text for 0, 0.0, -0.0 and False
-            lines.append(f"{name} = {', '.join(map(str, found))}")
+            as_floats = [float(part) + 0.0 for part in parts]  # one text for 0, 0.0, -0.0 and False
+            lines.append(f"{name} = {', '.join(map(str, as_floats))}")
     return lines
 
 
@@ -801,8 +801,8 @@ def name_of(function):
 IN_BACKWARD = ("stage 3 has freed it in this part of the backward. An autograd.Function keeps a "
                "weight by ctx.save_for_backward(weight), not by ctx.weight = weight, and a hook "
                "what it has read in the forward; or use Zero2")
-ABSENT = ("a parameter has a value only in the forward of its unit, and in the backward. For values "
-          "use full_parameters() or, to save, as by save_pretrained(state_dict=...), "
+ABSENT = ("a parameter has a value only in the forward of its unit, and in the backward. For "
+          "values use full_parameters() or, to save, as by save_pretrained(state_dict=...), "
           "full_state_dict(); an optimizer is made from the wrapper's parameters(), after wrapping")
 
 
@@ -956,9 +956,9 @@ def refuse_other_shards(name, arguments):
         alike = shards + [t for t in others if t.dim() == shards[0].dim()]
         is_same_part = len({t._guard_cut for t in shards}) == 1
         if not is_same_part or len({t.shape for t in alike}) > 1:
-            found = [str(tuple(t.shape)) for t in alike]
+            shapes = [str(tuple(t.shape)) for t in alike]
             raise RuntimeError(f"{name} of a shard and of what is not the same part of a "
-                               f"parameter, of shapes {' and '.join(found)}: wrap two modules "
+                               f"parameter, of shapes {' and '.join(shapes)}: wrap two modules "
                                f"alike, and freeze one after that; or exchange whole values by "
                                f"full_state_dict() and load_full_state_dict()")
 
@@ -991,9 +991,9 @@ def version_of(unit):
 
 def agree_on_inf(found_inf, group):
     """A GradScaler skips a step if it has found an inf: if one rank has, all must."""
-    found = found_inf.to(dist.distributed_c10d._get_object_coll_device(group))
-    dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    found_inf.copy_(found)
+    agreed = found_inf.to(dist.distributed_c10d._get_object_coll_device(group))
+    dist.all_reduce(agreed, dist.ReduceOp.MAX, group)
+    found_inf.copy_(agreed)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1426,10 +1426,10 @@ class ShardGuards(Guards):
     def full_optimizer_state_dict(self, optimizer):
         self._guard_structure()
         self._guard_owner(optimizer)
-        found = super().full_optimizer_state_dict(optimizer)
-        for group in found["param_groups"]:
+        state = super().full_optimizer_state_dict(optimizer)
+        for group in state["param_groups"]:
             group.pop(PLACES, None)
-        return found
+        return state
 
     def shard_starts(self):
         self._guard_structure()
@@ -1458,7 +1458,7 @@ class ShardGuards(Guards):
                     if p in changes:
                         changes[p].append((kind, of_group))
         record = {"clipping": [kind for kind, groups in steps if not groups]}
-        for shard, found in changes.items():
-            if found or shard.nbytes > 0:
-                record[self._guard_names[shard]] = found
+        for shard, fact in changes.items():
+            if fact or shard.nbytes > 0:
+                record[self._guard_names[shard]] = fact
         return record

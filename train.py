@@ -1143,11 +1143,11 @@ def over_ranks(own, table):
     """
     step_ms, exposed_ms, _ = table
     busy_ms = step_ms - exposed_ms
-    found = dict(slowest=None if np.isnan(busy_ms).any() else int(busy_ms.argmax()))
+    of_ranks = dict(slowest=None if np.isnan(busy_ms).any() else int(busy_ms.argmax()))
     step_ms[dist.get_rank()] = own["step_ms"]
     for name, row in zip(own, table):
-        found[name] = [row.min(), row.mean(), row.max()]
-    return found
+        of_ranks[name] = [row.min(), row.mean(), row.max()]
+    return of_ranks
 
 
 def finite(entry):

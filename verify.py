@@ -621,13 +621,13 @@ def distributed(wrap, name, micro_steps=1, each_synced=False, factor=None, odd_s
         for each in optimizers:
             each.step()
         model.zero_grad()  # not the optimizer's, which may have only some parameters
-    found = put_together(model, fresh(name), kept) | norms
+    trained = put_together(model, fresh(name), kept) | norms
     whole = model.full_parameters() if is_ours(model) else plain_names(model.named_parameters())
     for n, p in whole:
-        found[f"in the end, {n}"] = copy_of(p)
+        trained[f"in the end, {n}"] = copy_of(p)
     if buffers:
-        found |= dict(plain_names(model.named_buffers()))
-    return found
+        trained |= dict(plain_names(model.named_buffers()))
+    return trained
 
 
 def loss_on_rank(task, model, step, micro_step):
@@ -695,7 +695,7 @@ def put_together(model, plain, kept):
         in_memory_order = part.double().as_strided((part.numel(),), (1,)).cpu().numpy()
         own[what] = name, starts[name], part.dtype, in_memory_order
     of_ranks = gather(own, group)
-    found = {}
+    tensors = {}
     for what in sorted(set().union(*of_ranks)):
         holders = [rank for rank, of_rank in enumerate(of_ranks) if what in of_rank]
         name, _, dtype, _ = of_ranks[holders[0]][what]
@@ -710,8 +710,8 @@ def put_together(model, plain, kept):
             n_parts += len(part)
         assert n_parts == p.numel(), f"{what}: {p.numel()} elements, its shards have {n_parts}"
         strides = torch.empty(p.shape).stride() if isinstance(model, ByHand) else p.stride()
-        found[what] = flat.as_strided(p.shape, strides)
-    return found
+        tensors[what] = flat.as_strided(p.shape, strides)
+    return tensors
 
 
 def gather(value, group=None):
@@ -725,22 +725,22 @@ def gather(value, group=None):
 # 6. the same bits
 
 
-def same_bits(expected, found, where="", contributions=()):
+def same_bits(expected, actual, where="", contributions=()):
     """Assert that two {what: tensor} have the same keys, shapes, dtypes and bits, and say of the
     first tensor that differs what it looks like. The first in the order of training: a gradient
     says more than the parameters that it changes, as Adam divides by its size.
 
     contributions: {what: {who: what a rank has added to it}}, where that is known.
     """
-    wrong = [what for what in found if what not in expected]
+    wrong = [what for what in actual if what not in expected]
     assert not wrong, f"{where}: {wrong[0]}: there should be none"
     for what, right in expected.items():
-        if what not in found or not is_same(found[what], right):
+        if what not in actual or not is_same(actual[what], right):
             wrong.append(what)
     if wrong:
         fact = "is missing"
-        if wrong[0] in found:
-            fact = difference(wrong[0], expected, found[wrong[0]], contributions)
+        if wrong[0] in actual:
+            fact = difference(wrong[0], expected, actual[wrong[0]], contributions)
         raise AssertionError(f"{where}: {len(wrong)} of {len(expected)} tensors differ; the first, "
                              f"{wrong[0]}, {fact}")
 
@@ -862,8 +862,8 @@ def compare(wrap, name, where, micro_steps=1, each_synced=False, factor=1, optim
     who = [f"{kind} {number}" for number in range(len(groups))]
     contributions = {what: dict(zip(who, by_group[what])) for what in by_group}
     with unwritten_is_nan():
-        found = distributed(wrap, name, micro_steps, each_synced, factor, optimizer=optimizer)
-    same_bits(expected, found, where, contributions)
+        actual = distributed(wrap, name, micro_steps, each_synced, factor, optimizer=optimizer)
+    same_bits(expected, actual, where, contributions)
 
 
 @check(*grid(W=(2, 3), stage=(1, 2), modules=(("even", "mixed"),)),
@@ -879,8 +879,8 @@ def stages_are_the_oracles(stage, modules):
             options = dict(micro_steps=micro_steps, each_synced=stage > 1)
             with unwritten_is_nan():
                 expected = distributed(partial(ByHand, stage), name, **options)
-                found = distributed(STAGES[f"zero{stage}"], name, **options)
-            same_bits(expected, found, f"zero{stage}, {name}, {micro_steps} micro-steps")
+                actual = distributed(STAGES[f"zero{stage}"], name, **options)
+            same_bits(expected, actual, f"zero{stage}, {name}, {micro_steps} micro-steps")
 
 
 def two_forwards(model, loss):
@@ -914,8 +914,8 @@ def bits_of_torch(torchs, ours, modules, torch_optimizer=None, **options):
     a backward."""
     for name in names_of(modules):
         expected = distributed(WRAPPERS[torchs], name, optimizer=torch_optimizer, **options)
-        found = distributed(WRAPPERS[ours], name, **options)
-        same_bits(expected, found, f"{ours}, {name}")
+        actual = distributed(WRAPPERS[ours], name, **options)
+        same_bits(expected, actual, f"{ours}, {name}")
 
 
 OF_TORCH = ("torch ddp", "fsdp2")
@@ -927,9 +927,9 @@ def close_to_torch(modules):
     1e-5 of their size: W - 1 sums round by 6e-8 of them each, and AdamW makes that larger."""
     largest = {}
     for name in modules:
-        found = {who: distributed(WRAPPERS[who], name) for who in (*OF_TORCH, "ddp", "zero3")}
-        for one, other in itertools.combinations(found, 2):
-            part = part_of_tolerance(found[one], found[other], atol=1e-6, rtol=1e-5)
+        of_wrapper = {who: distributed(WRAPPERS[who], name) for who in (*OF_TORCH, "ddp", "zero3")}
+        for one, other in itertools.combinations(of_wrapper, 2):
+            part = part_of_tolerance(of_wrapper[one], of_wrapper[other], atol=1e-6, rtol=1e-5)
             assert part <= 1, f"{one} and {other}, {name}: {part:.2f} of the tolerance"
             largest[f"{one} and {other}"] = max(part, largest.get(f"{one} and {other}", 0))
     parts = [f"{who} {part:.2f}" for who, part in largest.items()]
@@ -999,9 +999,9 @@ def traffic_is_the_formulas(wrapper):
         received.clear()
         with every_collective(note):
             act(model, x)
-        found = received.total()
-        assert abs(found - expected) <= 0.02, (  # what ranks agree on are some integers
-            f"{act.__name__} {options}: a rank receives {found:.3f} (W - 1)/W psi elements, "
+        total = received.total()
+        assert abs(total - expected) <= 0.02, (  # what ranks agree on are some integers
+            f"{act.__name__} {options}: a rank receives {total:.3f} (W - 1)/W psi elements, "
             f"expected are {expected:.3f}")
 
     # In stage 3 the backward gathers all again but what is still whole.
@@ -1045,10 +1045,10 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
     unit = 4 * width * width  # bytes, as the root's
     psi = (n + 1) * unit
     before = live_bytes()
-    found = {}
+    bytes_at = {}  # {phase: bytes held}
 
     def note(phase, *_):
-        found[phase] = live_bytes() - before
+        bytes_at[phase] = live_bytes() - before
 
     module = Chain(n, width, recomputed).to(device())
     model = STAGES[stage](module, shard_size=shard_size, param_dtype=param_dtype,
@@ -1090,8 +1090,8 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
                 "forward": (without_means, in_forward), "backward": (without_means, in_backward),
                 "step": (held, held + 0.03 * unit)}
     for phase, (least, most) in expected.items():
-        assert 0.97 * least <= found[phase] <= most, (
-            f"{phase}: {found[phase]:,} bytes, expected are {least:,.0f} to {most:,.0f}; a unit "
+        assert 0.97 * least <= bytes_at[phase] <= most, (
+            f"{phase}: {bytes_at[phase]:,} bytes, expected are {least:,.0f} to {most:,.0f}; a unit "
             f"has {unit:,}")
     model(x)  # without a backward, which would free what autograd has saved
     del module, model, optimizer, middle, x
@@ -1114,15 +1114,15 @@ def order_of_use(wrapper, order):
         return STAGES[wrapper](module, units=module.units())
 
     in_order = second_step(wrap, Registered.USE)
-    found = second_step(wrap, IN_ANOTHER_ORDER[order])
-    received, messages, overlapped, after_step, backward = found
+    otherwise = second_step(wrap, IN_ANOTHER_ORDER[order])
+    received, messages, overlapped, after_step, backward = otherwise
     # The embedding belongs to the root, which stays whole, as the last two blocks.
     elements = formula_of_traffic(wrapper, 1, still_whole=3 / n) * (1 - 1 / W) * n * block
     assert 0 <= received - elements <= 16 * n, (  # what ranks agree on are some integers
         f"a rank receives {received} elements, expected are {elements:.0f}")
     assert overlapped == 1 - 1 / n, f"{overlapped:.2f} of the gradients come after the first launch"
-    assert found[:3] == in_order[:3], (
-        f"(elements, messages, overlapped): {found[:3]}, registered in order {in_order[:3]}")
+    assert otherwise[:3] == in_order[:3], (
+        f"(elements, messages, overlapped): {otherwise[:3]}, registered in order {in_order[:3]}")
     held = n * block * sum(formula_of_bytes(wrapper, W))
     # As in `memory_is_the_formulas`.
     whole = 3 if wrapper == "zero3" else 0

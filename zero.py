@@ -1562,20 +1562,20 @@ class StateDicts(OptimizerStates):
         whole = dict(self.full_parameters())
         # A tied one has several names in the state, and one there.
         name_of = {slot: name for name, slot in self._named_slots()}
-        found = {}
+        state = {}
         for name, value, slot in self._module_state():
-            found[name] = copy_of(value) if slot is None else whole[name_of[slot]]
-        return found
+            state[name] = copy_of(value) if slot is None else whole[name_of[slot]]
+        return state
 
     def _module_state(self):
         """[(name, value, its slot or None)] of the module's state, by torch's own `state_dict`: the
         module may have another one. A value that is no parameter is a buffer, or, of any type, what
         `get_extra_state()` returns or a hook adds."""
-        found = []
+        state = []
         for name, value in nn.Module.state_dict(self.module, keep_vars=True).items():
             slot = self._slots.get(value) if isinstance(value, torch.Tensor) else None
-            found.append((name, value, slot))
-        return found
+            state.append((name, value, slot))
+        return state
 
     def state_dict(self, *, destination: dict | None = None, prefix: str = "",
                    keep_vars: bool = False) -> dict[str, torch.Tensor]:
@@ -1622,15 +1622,15 @@ class StateDicts(OptimizerStates):
         """Raise where two state dicts have other names, or parameters or buffers other shapes."""
         buffers = {t for _, t in named_tensors(self.module, "buffers")}
         with_shape = self._shards | set(self._slots) | buffers
-        found = sorted(ours.keys() ^ given.keys())
+        wrong = sorted(ours.keys() ^ given.keys())
         with torch._C.DisableTorchFunctionSubclass():  # guards' class would warn of a shard's
             for name in ours.keys() & given.keys():
                 value, shape = ours[name], getattr(given[name], "shape", None)
                 has_shape = isinstance(value, torch.Tensor) and value in with_shape
                 if has_shape and value.shape != shape:
-                    found.append(f"{name}: {shape}, not {value.shape}")
-        if found:
-            self._refuse(f"nothing was loaded; missing, left over or of another shape: {found}")
+                    wrong.append(f"{name}: {shape}, not {value.shape}")
+        if wrong:
+            self._refuse(f"nothing was loaded; missing, left over or of another shape: {wrong}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1814,16 +1814,16 @@ def fill_meta(module, unit, device, init_fn):
 def set_of_parameters(module, uncut):
     """uncut as a set. Raises ValueError where it is no list of parameters of module."""
     try:
-        found = set() if uncut is None else set(uncut)
+        asked = set() if uncut is None else set(uncut)
     except TypeError:  # it is nothing that has elements
-        found = {uncut}
-    wrong = found - set(first_names(named_tensors(module, "parameters")))
+        asked = {uncut}
+    wrong = asked - set(first_names(named_tensors(module, "parameters")))
     if wrong:
         kind = type(wrong.pop()).__name__
         raise ValueError(f"uncut must be a list of parameters of the module, such as [p for p in "
                          f"module.parameters() if p.dim() == 2]; it has a {kind} that is none of "
                          f"them")
-    return found
+    return asked
 
 
 def choose_owners(parameters, loads):

@@ -83,8 +83,8 @@ def largest_micro_batch(config, gpt_config, device):
     torch.compiler.reset()
     reset_peak(device)
     fitting = [size for size in range(1, share + 1) if size <= most and share % size == 0]
-    found = f"size 1 takes {1e-9 * peaks[0]:.2f} GB, and the limit is {1e-9 * limit:.2f}"
+    fact = f"size 1 takes {1e-9 * peaks[0]:.2f} GB, and the limit is {1e-9 * limit:.2f}"
     if not fitting:
-        raise SystemExit(f"--micro_batch_size auto: {found}")
-    train.say(f"micro batch size {fitting[-1]}: {found}")
+        raise SystemExit(f"--micro_batch_size auto: {fact}")
+    train.say(f"micro batch size {fitting[-1]}: {fact}")
     return fitting[-1]

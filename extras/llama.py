@@ -83,17 +83,17 @@ def read_sizes(config):
         llama = {"tie_word_embeddings": False, "num_key_value_heads": None,
                  **json.loads(path.read_bytes())}
         rope = llama.get("rope_parameters") or llama.get("rope_scaling") or {}
-        found = {ours: llama[theirs] for ours, theirs in LLAMA_SIZES.items()}
-        found["rope_theta"] = rope.get("rope_theta", llama.get("rope_theta", 10000.0))
+        sizes = {ours: llama[theirs] for ours, theirs in LLAMA_SIZES.items()}
+        sizes["rope_theta"] = rope.get("rope_theta", llama.get("rope_theta", 10000.0))
         fixed = dict(LLAMA_FIXED, rope_type="default",
-                     head_dim=found["n_embd"] // max(1, found["n_head"]))
+                     head_dim=sizes["n_embd"] // max(1, sizes["n_head"]))
         given = {"rope_type": rope.get("type"), **llama, **rope}
         for name, value in fixed.items():
             if given.get(name) not in (None, value):
                 raise ValueError(f"{name} is {given[name]}, but this model only has {value}")
     except (ValueError, LookupError, TypeError) as error:
         raise SystemExit(f"{path}: {type(error).__name__}: {error}") from error
-    return found
+    return sizes
 
 
 @torch.no_grad()

@@ -14,15 +14,15 @@ def start(stack, config, progress, watchers):
 def scalars(entry):
     """{name: number} of all that metrics.jsonl has of a step: trackers draw numbers, not lists.
     What is measured on each rank becomes step_ms_min, step_ms_mean, step_ms_max and so on."""
-    found = dict(entry)
-    of_ranks = found.pop("ranks", {})
+    numbers = dict(entry)
+    of_ranks = numbers.pop("ranks", {})
     for name, value in of_ranks.items():
         if isinstance(value, list):
             for kind, number in zip(("min", "mean", "max"), value):
-                found[f"{name}_{kind}"] = number
+                numbers[f"{name}_{kind}"] = number
         else:
-            found[f"{name}_rank"] = value
-    return {name: value for name, value in found.items() if value is not None}
+            numbers[f"{name}_rank"] = value
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def start_tensorboard(stack, config, progress):
