@@ -1,4 +1,4 @@
-# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """Guards of ddp.py and zero.py: what a script does around a wrapper is right, or it is refused.
 

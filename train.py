@@ -1,4 +1,4 @@
-# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """Train a GPT in one process, or data-parallel in several; the mode is one flag.
 

@@ -1,4 +1,4 @@
-# nanoZeRO 1.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """--comm_hook: hooks for `register_comm_hook` of DDP, ours or torch's, which say how the gradients
 of a bucket are summed over ranks.

@@ -38,7 +38,8 @@ NAMED = {  # and those whose line names something else
     "--batch_size=8": "--micro_batch_size", "--max_step=5": "--max_steps", "--beta3=1": "--beta",
     "--dtype=bfloat16": "fp32, bf16, fp16", "--compile=False": "--no-compile",
     "--tokenizer": "expected one argument", "config.py": r"config\.py; --help lists all$",
-    f"--resume={ROOT}": "no checkpoint", "--out_dir=": "out_dir.*not empty"}
+    f"--resume={ROOT}": "no checkpoint", "--out_dir=": "out_dir.*not empty",
+    "--dataset=DATA/abc.txt": "Take a longer text"}
 
 
 def bare():
@@ -61,8 +62,9 @@ def other_rate():
 
 def write_texts(folder):
     """What BAD has below DATA."""
-    texts = {"empty.txt": b"", "short.txt": b"too short", "latin1.txt": b"caf\xe9" * 1000,
-             "bin.txt": bytes([7, 0] * 9000), "fine.txt": b"Some text. " * 999,
+    texts = {"empty.txt": b"", "short.txt": b"too short", "abc.txt": b"abc",
+             "latin1.txt": b"caf\xe9" * 1000, "bin.txt": bytes([7, 0] * 9000),
+             "fine.txt": b"Some text. " * 999,
              "0/text": b"Text 0. " * 999, "1/other": b"", "no_bin/text": b""}
     for name, content in (("odd", bytes(601)), ("none", b""), ("beyond", b"\xff" * 600),
                           ("0/tokens", b"a\0" * 600), ("1/tokens", b"b\0" * 600),

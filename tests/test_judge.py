@@ -5,15 +5,16 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
 from tests.hints import mistake
-from tests.judge import (holds_and_sends, judged, outcome_of_measuring, rows_of_wrapper,
-                         try_out_wrapper, Verdicts)
+from tests.judge import (holds_and_sends, judged, outcome_of_measuring, rows_of_module,
+                         rows_of_wrapper, try_out_wrapper, Verdicts)
 from tests.params import full, ROOT
-from tests.ranks import Row
+from tests.ranks import Failure, Row, run_parts
 
 JUDGED = ROOT / "tests" / "judged"
 CLOSE = {"same bits", "close"}
@@ -443,3 +444,32 @@ def test_buckets_in_the_order_in_which_they_fill(groups, tmp_path):
     outcome, text = verdict(groups, path, 3, "experts")
     assert outcome in ("wrong", "hung", "died", "refused"), (outcome, text)
     assert verdict(groups, JUDGED / "right" / "hooks.py", 3, "experts")[0] == "close"
+
+
+class Slow:
+    def __init__(self, seconds, outcome="passed"):
+        self.seconds, self.outcome = seconds, outcome
+
+    def __str__(self):
+        return f"took {self.seconds} s, {self.outcome}"
+
+    def run(self, groups):
+        time.sleep(self.seconds)
+        return self.outcome, str(self)
+
+
+@pytest.mark.parametrize("rows", [rows_of_module, rows_of_wrapper])
+def test_a_file_that_is_not_there(rows, tmp_path):
+    """It is said before any rank starts."""
+    with pytest.raises(Failure, match="^there is no such file$"):
+        rows(str(tmp_path / "mine.py"), "cpu")
+
+
+def test_rows_are_printed_in_their_order(capsys):
+    """Two rows run at once; their lines come in the order of rows, whichever ends first. What does
+    not count is not said to be skipped."""
+    rows = [Slow(0.3), Slow(0, "not counted"), Slow(0.1), Slow(0)]
+    assert run_parts({"a claim": rows}, "cpu") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("took")] == [str(row) for row in rows]
+    assert lines[-1] == "3 passed, 0 failed, 1 not counted", lines[-1]

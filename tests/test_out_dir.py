@@ -296,6 +296,7 @@ def test_another_agents_run_is_not_gone_on_with(tmp_path):
     assert "all 4 steps have been made" in found["stdout"], found
     found = finish(tmp_path, save_interval=1, plant=of_another_agent)
     assert "of an earlier run: moved to" in found["stdout"], found
+    assert "Delete it if you do not need it; there is 1 of this kind" in found["stdout"], found
     assert "step     1/4" in found["stdout"] and found["param_sha256"] == expected, found
     found = finish(tmp_path, save_interval=1, plant=of_another_agent, resume="auto")
     assert "all 4 steps have been made" in found["stdout"], found

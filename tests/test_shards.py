@@ -96,6 +96,18 @@ INITS = [nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_unifor
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_that_came_too_early(stage):
+    """One of the module's own parameters, built before wrapping, is refused at its first step."""
+    module = Net()
+    early = torch.optim.AdamW(module.parameters())
+    model = STAGES[stage](module)
+    model(torch.ones(2, 4)).sum().backward()
+    fact = "this AdamW has parameters of the module, such as .*: make the optimizer after wrapping"
+    raises(RuntimeError, fact, early.step)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", STAGES)
 def test_shards_are_not_initialised(stage):
     """Constants would be right."""
     model = STAGES[stage](Net())
