@@ -382,7 +382,7 @@ def arguments_of(command):
 def breaks():
     """The course's tables of breaks as parameters: a file, a line of it, what is put there, what
     one sees then, and the command of a check."""
-    row = r"^\| \[(\S+)\]\(\.\./\1\) `(.*?)` \| `(.*?)` \| (.*) \| `([^`]+)` \|$"
+    row = r"^\| \[(\S+)\]\(\.\./\1#L\d+\) `(.*?)` \| `(.*?)` \| (.*) \| `([^`]+)` \|$"
     found = re.findall(row, PAGES["course"].read_text(), re.MULTILINE)
     assert found, "no table of breaks"
     return [pytest.param(*values, id=slug(" ".join(values[:2]))) for values in found]
@@ -430,9 +430,10 @@ def definitions(path):
 
 
 def names_in(text):
-    """[(a file as a page names it, a function or class of it)] of links such as [`name`](file)."""
+    """[(a file as a page names it, a function or class of it)] of links such as [`name`](file#L7).
+    """
     found = []
-    for names, file in re.findall(r"\[(`[^]]*`)\]\(([\w./]+\.py)\)", text):
+    for names, file in re.findall(r"\[(`[^]]*`)\]\(([\w./]+\.py)(?:#L\d+)?\)", text):
         for name in re.findall(r"`([\w.]+)`", names):
             found.append((file, name))
     return found
@@ -450,6 +451,62 @@ def test_readme_leads_there(page):
     for file, name in names_in(prose):
         is_file = name.endswith(".py")
         assert is_file or name in definitions(folder / file), f"{page}: no {name} in {file}"
+
+
+def number_links(*arguments):
+    command = [sys.executable, ROOT / "docs/number_links.py", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_links_lead_to_lines():
+    """Each link of a page to a function, a class or a line to break leads to its line. To mend
+    them: python docs/number_links.py"""
+    done = number_links("--check")
+    assert done.returncode == 0 and done.stdout == "", done.stdout + done.stderr
+
+
+PAGE = """Read [`second`, `first`](code.py) and [`A.method`](code.py#L1) of [code.py](code.py).
+| [code.py](code.py#L2) `return 2` | `pass` | see [`first`](code.py) | `check` |
+```
+[`first`](code.py) in a block
+```
+"""
+CODE = """def first():
+    return 1
+
+
+def second():
+    return 2
+
+
+class A:
+    def method(self):
+        return 1
+"""
+
+
+def test_links_get_their_lines(tmp_path):
+    """The first name decides, in a row of breaks the code; a file's name alone gets none, and a
+    block of code is left alone. What is wrong is said, one line each, and status 1."""
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    (tmp_path / "code.py").write_text(CODE)
+    done = number_links("--check", page)
+    assert done.returncode == 1 and page.read_text() == PAGE, done
+    first, *others = done.stdout.splitlines()
+    assert first == ("page.md:1: [`second`, `first`](code.py) should be "
+                     "[`second`, `first`](code.py#L5)")
+    assert len(others) == 3, others
+    assert number_links(page).returncode == 0
+    expected = PAGE.replace("`](code.py) and", "`](code.py#L5) and").replace("#L1", "#L10")
+    expected = expected.replace("#L2", "#L6").replace("see [`first`](code.py)",
+                                                      "see [`first`](code.py#L1)")
+    assert page.read_text() == expected
+    assert number_links("--check", page).returncode == 0
+    page.write_text("[`third`](code.py), [`first`](no.py)\n| [code.py](code.py) `return 1` | `x` |")
+    done = number_links(page)
+    assert done.returncode == 1 and "no `third`" in done.stdout and "no.py" in done.stdout, done
+    assert "2 lines have `return 1`" in done.stdout, done
 
 
 def lines_to_read(path, name):
