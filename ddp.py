@@ -43,10 +43,11 @@ can be passed by; `Reducer`, which ZeRO shares; `PlainDDP`. With that the idea i
 DDP of one's own could end there. It asks something of scripts: its docstring says what. The rest is
 one class, a layer, for each thing that it does not ask for any more, or adds:
 
-    RebuiltBuckets  buckets are filled anew in the order of use
-    UnevenRanks     ranks that use different parameters, buffers, several wrappers, errors
-    TorchOptions    the options of torch's DDP, and comm hooks
-    Guards          mistakes of a script are refused: guards.py
+    RebuiltBuckets   buckets are filled anew in the order of use
+    UnevenRanks      ranks that use different parameters, buffers, several wrappers, errors
+    TorchOptions     the options of torch's DDP, and comm hooks
+    OptimizerStates  an optimizer's state, whole and by name
+    Guards           mistakes of a script are refused: guards.py
 
 `DDP` is all of these before `PlainDDP`. A method of a layer does something before or after that of
 the plain class, and calls it by super(): so what one has read is what runs. `# a joint` marks a
@@ -475,6 +476,8 @@ class Reducer(Wrapper):
         bucket.put(slots)
 
     def _scale_before_sum(self):  # a joint
+        """What each launch multiplies a bucket by, whenever that was filled. In no_sync() nothing
+        is launched, and so nothing scaled."""
         return 1 / self.gradient_divide_factor
 
     # ---- the backward ends

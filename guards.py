@@ -12,6 +12,8 @@ RuntimeError, in a line that says what to do.
 
 How it works: each method does something before or after the method of the same name in ddp.py or
 zero.py, which it calls by super(). A script without mistakes gets the same bits without guards.
+(One that gives a shard other memory, as by `p.data = p.data - lr * p.grad`, needs them: they take
+the new values over, which the module would never see.)
 Names of attributes begin with `_guard_`, as both share one object. Nothing of ours is imported: a
 slot, a bucket and a unit are those of ddp.py and zero.py.
 

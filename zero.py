@@ -37,8 +37,9 @@ round: W is a power of two, or `set_gradient_divide_factor(1)` was called, as tr
 
 Cost beside the table: in the backward whole gradients of the root and of two buckets of 25 MB, one
 whose gradients wait for the rest of theirs and one that is reduced, and what arrives for that (in
-Zero1, which keeps whole gradients, those of one, which wait, and what arrives); in Zero3 the root
-and two units; under no_sync() all whole gradients. In the forward stages 2 and 3 hold 4 Psi/W less,
+Zero1, which keeps whole gradients, those of one, which wait, and what arrives); in the first
+backward also those of buckets that the order of registration holds back; in Zero3 the root and two
+units; under no_sync() all whole gradients. In the forward stages 2 and 3 hold 4 Psi/W less,
 as zero_grad() has dropped the means, and they come again in the backward.
 
 oracle.py has the three stages by hand. Here is the same, overlapped, in this order: two tables of
