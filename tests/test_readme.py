@@ -509,6 +509,82 @@ def test_links_get_their_lines(tmp_path):
     assert "2 lines have `return 1`" in done.stdout, done
 
 
+def chapters():
+    """[text] of the course's chapters."""
+    _, *texts = re.split(r"^## (?=\d\. )", PAGES["course"].read_text(), flags=re.MULTILINE)
+    assert len(texts) == 6, "the course has six chapters"
+    return texts
+
+
+def to_read(chapter):
+    """What a chapter leads through: without blocks of code, answers and tables."""
+    text = re.sub(r"^```.*?^```$", "", chapter, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^<details>.*?^</details>$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", [3, 4, 5])
+def test_course_follows_the_files(number):
+    """Chapters on the plain classes name each function first where it stands in its file."""
+    places = {}  # {file: [(line, name)] in the order of the text}
+    seen = set()
+    for file, name in names_in(to_read(chapters()[number - 1])):
+        if name not in seen:
+            seen.add(name)
+            line = definitions(ROOT / "docs" / file)[name].lineno
+            places.setdefault(file, []).append((line, name))
+    assert sum(map(len, places.values())) > 15, places
+    for file, of_file in places.items():
+        for before, after in itertools.pairwise(of_file):
+            assert before < after, f"chapter {number}: {before} comes before {after} in {file}"
+
+
+def layers_in_order():
+    """Names of the layers of our wrappers, in the order of ddp.py, zero.py and guards.py."""
+    layers = {*DDP.__mro__, *STAGES["zero3"].__mro__} - {DDP, *STAGES.values()}
+    places = []
+    for layer in layers:
+        is_plain = layer.__name__ in ("Wrapper", "Reducer", "Stage") or "Plain" in layer.__name__
+        if layer.__module__ in ("ddp", "zero", "guards") and not is_plain:
+            line = definitions(ROOT / f"{layer.__module__}.py")[layer.__name__].lineno
+            of_file = ["ddp", "zero", "guards"].index(layer.__module__)
+            places.append((of_file, line, layer.__name__))
+    return [name for _, _, name in sorted(places)]
+
+
+def test_course_has_each_layer():
+    """One paragraph each, in the order of the files."""
+    layers = layers_in_order()
+    assert len(layers) == 14, layers
+    paragraphs = re.findall(r"^\*\*(\w+)\b", chapters()[5], re.MULTILINE)
+    assert [name for name in paragraphs if name in layers] == layers
+
+
+WORDS = {"rank", "W", "Psi", "bucket", "chunk", "collective", "reduce-scatter", "all-gather",
+         "all-reduce", "wrapper", "stage", "shard", "oracle", "micro batch", "micro-step", "piece",
+         "hook", "unit", "root", "unshard", "reshard", "recipe", "overlap", "exposed", "layer",
+         "joint", "no_sync()", "_version", "note", "param_dtype", "reduce_dtype", "guard"}
+
+
+def test_course_explains_words():
+    """Each in a line that begins with >, and not used before it. (Headings may.)"""
+    text = "\n".join(to_read(f"## {chapter}") for chapter in chapters())
+    text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
+    text = text.replace("oracle.py", "").replace("linear layer", "")
+    explained = {}  # {word: where}
+    for line in re.finditer(r"^> .*$", text, re.MULTILINE):
+        for words in re.findall(r"\*\*([^*]+)\*\*|\*(exposed)\*", line[0]):
+            for word in "".join(words).replace("`", "").split(", "):
+                explained.setdefault(word, line.start())
+    assert explained.keys() == WORDS, explained.keys() ^ WORDS
+    for word, place in explained.items():
+        if word != "W":  # it stands in its own line only
+            pattern = rf"(?<![\w-]){re.escape(word)}(s|es)?(?![\w-])"
+            for line in text[:place].splitlines():
+                is_used = re.search(pattern, line, re.IGNORECASE)
+                assert not is_used, f"{word!r} is used before it is explained: {line}"
+
+
 def lines_to_read(path, name):
     """The lines of a function; of a class those before its first method."""
     node = definitions(path)[name]
