@@ -1,7 +1,9 @@
 """Links of docs/*.md and README.md to functions and classes lead to their lines.
 
     python docs/number_links.py            # write the numbers
-    python docs/number_links.py --check    # say which are wrong; exit status 1 if some are
+    python docs/number_links.py --check    # write nothing, and say which are wrong
+
+Exit status 1, and a line for each, if some are wrong, or name what is not there.
 
 A link such as [`Bucket.put`](../ddp.py#L196) names what it leads to. Of several names the first one
 decides. In a table of lines to break, [ddp.py](../ddp.py#L460) `a piece of code`, a link leads to
