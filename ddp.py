@@ -565,9 +565,9 @@ class PlainDDP(Reducer):
     outlive the next backward.
 
     What it asks for: ranks have equal modules, of whose buffers each has its own, and one wrapper.
-    Gradients come from `backward()`, which brings one of every trained parameter. After one outside
-    of no_sync() they are used, and zeroed. After a backward that has raised the wrapper is not used
-    any more. `DDP` asks for none of this.
+    Gradients come from `backward()`, which brings one of every trained parameter, the first time in
+    one order on all ranks. After one outside of no_sync() they are used, and zeroed. After a
+    backward that has raised the wrapper is not used any more. `DDP` asks for none of this.
     """
 
     def forward(self, *inputs, **kwargs):
@@ -581,7 +581,8 @@ class PlainDDP(Reducer):
         for slot in self._trained:
             gradient = slot.parameter.grad
             is_held = slot in slot.bucket.unreduced  # by no_sync(): it has yet to be summed
-            # A mean that was not zeroed would be summed again: W times it, divided by W, is right.
+            # A mean that was not zeroed is summed again. If the sum of W equal means is divided by
+            # W, it is this mean, which is right. If it is divided by something else, it is not.
             is_right = self.gradient_divide_factor == self.world_size
             assert gradient is None or is_held or is_right or not gradient.any(), (
                 f"call zero_grad() before a backward: the mean of {slot.fqn} would be summed again")

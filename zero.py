@@ -93,9 +93,9 @@ def never_compiled(method):
 # -------------------------------------------------------------------------------------------------
 # a step
 #
-# The methods in the order in which a step comes to them, and what they do. A dot: as in the stage
-# before. Hooks of modules call those of the forward, ddp.py's `Reducer` those of the backward; in
-# stage 3 a note calls `_use` there, too.
+# The methods in the order in which a step comes to them, and what they do. A dot: the same as in
+# the stage before. Three dots: that, and then more. Hooks of modules call those of the forward,
+# ddp.py's `Reducer` those of the backward; in stage 3 a note calls `_use` there, too.
 #
 #   event                method                  PlainZero1           PlainZero2    PlainZero3
 #   a forward begins     _begin_forward          gather all units     free means,   free means, set
@@ -104,13 +104,13 @@ def never_compiled(method):
 #                                                                                   gather the next
 #   a forward is over    _end_forward            wait for the rest    .             ...; evaluation:
 #                                                                                   free all
-#   a backward begins    _prepare_for_backward   check that means     .             set the order of
-#                                                of before are 0                    the way back
+#   a backward begins    _prepare_for_backward   check that the last  .             set the order of
+#                                                means are zeroed                   the way back
 #   a bucket is full     _start_reduction        reduce-scatter       .             .
 #   the next is full     _finish_reduction       add: its means are   ..., free     .
 #                                                there                gradients
 #   a backward is over   _finalize_backward      give the means       .             ..., free all
-#   a step               _after_step             units that it has    .             ..., free them
+#   a step               _after_step             units whose shards   .             ..., free them
 #                                                changed are old
 #
 # A step of PlainZero3 with a root and blocks 0, 1 and 2, each of which has one bucket. gather and
@@ -720,10 +720,10 @@ class PlainZero3(PlainZero2):
     """P_os+g+p: each rank keeps also only its 1/W of the parameters.
 
     Beside the root, which stays, two units are whole: the one in use and the next one on the way,
-    which leads through the units in the forward, and back in the backward. (It has the order in
-    which the first step has used them; in that step, in which they are registered.) Before a third
-    one is gathered all others are freed. What autograd would save of a whole unit becomes a note,
-    by which the backward unshards it again.
+    which leads through the units in the forward, and back in the backward. (In the first step the
+    way has the order of registration, and after it the order in which that step has used the
+    units.) Before a third one is gathered all others are freed. What autograd would save of a whole
+    unit becomes a note, by which the backward unshards it again.
 
     A backward is a collective too, also under no_sync(), as it gathers. Under autocast autograd
     saves 16-bit copies of all weights: use param_dtype instead.
