@@ -133,7 +133,7 @@ def test_pages_lead_to_events():
     runs = runs_of_page()
     for link in links:
         words = parse_qs(link, strict_parsing=True)
-        assert {*words} <= {"mode", "ranks", "event", "beside", "tab"}, link
+        assert {*words} <= {"mode", "ranks", "event", "beside", "tab", "curve"}, link
         assert words.get("tab", ["memory"]) == ["memory"], link
         [mode], [W] = words["mode"], words["ranks"]
         for event in words.get("event", []):
@@ -505,6 +505,140 @@ def test_page_is_for_everyone(page):
     assert "still=1" in page.url
     open_page(page, "mode=zero9&ranks=7&event=nothing")
     assert titles_of(page) == ["begin1 of 25"]
+
+
+# What the memory curve shows, in one call: of a line its rank and points, of a grey one its bytes and
+# height, of what marks the event and the peaks where they are; and the texts at the peaks.
+CURVE = """() => {
+    const all = (selector, read) => [...document.querySelectorAll(`#curve ${selector}`)].map(read);
+    const number = (element, name) => +element.getAttribute(name);
+    const points = text => {
+        const points = [];
+        let [x, y] = [0, 0];
+        const parts = text.matchAll(/([MHV])([\\d.]+)(?: ([\\d.]+))?/g);
+        for (const [, letter, first, second] of parts) {
+            x = letter === 'V' ? x : +first;
+            y = letter === 'H' ? y : +(second ?? first);
+            points.push([letter, x, y]);
+        }
+        return points;
+    };
+    return {
+        lines: all('[data-rank]', line => [+line.dataset.rank, points(line.getAttribute('d'))]),
+        grid: all('.grid', line => [+line.dataset.bytes, points(line.getAttribute('d'))[0][2]]),
+        at: all('.at', line => points(line.getAttribute('d'))[0][1]),
+        dots: all('.dot', dot => [number(dot, 'cx'), number(dot, 'cy')]),
+        peaks: all('.peak', dot => [number(dot, 'cx'), number(dot, 'cy')]),
+        texts: all('.most', text => text.textContent),
+    };
+}"""
+
+
+def bytes_of_line(points, to_bytes):
+    """What a line shows at each event: it goes to an event, and then up or down."""
+    found = []
+    for letter, _, y in points:
+        if letter in "MV":
+            found.append(round(to_bytes(y)))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_page_draws_memory(page, name):
+    """The curve of each rank has the record's bytes at each event; the largest ones are marked, and
+    said; the mark of the event stands at it, on the curve."""
+    mode, W = name.split()
+    open_page(page, f"mode={mode}&ranks={W}")
+    events = runs_of_page()[name]
+    shown = page.evaluate(CURVE)
+    (zero, y_0), (full, y_full) = shown["grid"]
+    assert [zero, full] == [0, 16 * UNITS * len(record_step.SAMPLES[int(W)][0])]
+
+    def to_bytes(y):
+        return full * (y_0 - y) / (y_0 - y_full)
+
+    assert [rank for rank, _ in shown["lines"]] == [*range(int(W))]
+    for rank, points in shown["lines"]:
+        held = [event["held"][rank] for event in events]
+        assert bytes_of_line(points, to_bytes) == held, f"rank {rank}"
+    most = max(events[i]["held"][0] for i in range(len(events)))
+    first = [event["held"][0] for event in events].index(most)
+    _, points = shown["lines"][0]
+    places = [x for letter, x, _ in points if letter in "MV"]
+    [[x, y]], [text] = shown["peaks"], shown["texts"]  # all ranks have the same
+    assert x == places[first] and round(to_bytes(y)) == most
+    assert text == f"{'both' if W == '2' else 'all'} ranks: at most {most}"
+    for i in (0, 5, len(events) - 1):
+        page.evaluate("i => go(i)", i)
+        shown = page.evaluate(CURVE)
+        assert shown["at"] == [places[i]]
+        assert [[x, round(to_bytes(y))] for x, y in shown["dots"]] == [
+            [places[i], events[i]["held"][0]]]
+
+
+def test_page_goes_where_the_curve_is_clicked(page):
+    """And where its keys lead. Another mode's curve is beside it, and it can be put away."""
+    open_page(page, "mode=zero3&ranks=2")
+    n = len(runs_of_page()["zero3 2"])
+    box = page.locator("#curve").bounding_box()
+    thumb = 8  # of the slider below it
+    for i in (0, 7, n - 1):
+        x = box["x"] + thumb + i * (box["width"] - 2 * thumb) / (n - 1)
+        page.mouse.click(x, box["y"] + 60)
+        assert titles_of(page)[0].endswith(f"{i + 1} of {n}")
+        assert page.evaluate(CURVE)["at"][0] + box["x"] == pytest.approx(x, abs=0.5)
+    page.focus("#curve")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert titles_of(page)[0].endswith(f"2 of {n}")
+    page.keyboard.press("Enter")
+    assert "232 bytes (most so far 232)" in texts_of(page, "caption")[0]
+    label, value = page.locator("#curve").evaluate("e => [e.ariaLabel, e.ariaValueText]")
+    assert "both ranks: at most 232, at event 45, gradient: the root" in label, label
+    assert value == "gradient: the root: 232, 232 bytes", value
+    page.select_option("#beside", "ddp")
+    shown = page.evaluate(CURVE)
+    assert shown["texts"] == ["Zero3, both ranks: at most 232", "DDP, both ranks: at most 352"]
+    assert len(shown["lines"]) == 4
+    page.click("#curve-switch")
+    assert not page.locator("#curve").is_visible() and "curve=0" in page.url
+    open_page(page, "mode=zero3&ranks=2&curve=0")
+    assert not page.locator("#curve").is_visible() and page.locator("#slider").is_visible()
+    page.click("#curve-switch")
+    assert page.locator("#curve").is_visible() and "curve" not in page.url
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_page_has_room_for_cells(page, name):
+    """In a window of 1200 x 900 pixels all cells are above the panel at each event, also where
+    the page opens. Where they cannot be, the panel hides what is behind it."""
+    page.set_viewport_size(dict(width=1200, height=900))
+    mode, W = name.split()
+    open_page(page, f"mode={mode}&ranks={W}")
+    hidden = page.evaluate("""() => steps.filter((events, i) => {
+        go(i);
+        const { bottom } = document.getElementById('panel').getBoundingClientRect();
+        return hidesCells() || bottom > 900;
+    }).map(events => events[0].what)""")
+    assert hidden == []
+    page.set_viewport_size(dict(width=1200, height=500))
+    [covered, seen] = page.evaluate("""() => {
+        const panel = document.getElementById('panel');
+        const sides = panel.getBoundingClientRect();
+        let [covered, seen] = [0, 0];
+        for (const element of document.querySelectorAll('.stage :is(.cell, caption b, thead th)')) {
+            const { left, right, top, bottom } = element.getBoundingClientRect();
+            const [x, y] = [(left + right) / 2, (top + bottom) / 2];
+            if (y > sides.top && y < Math.min(sides.bottom, innerHeight)) {
+                covered++;
+                seen += !panel.contains(document.elementFromPoint(x, y));
+            }
+        }
+        return [covered, seen];
+    }""")
+    assert covered > 20 and seen == 0, f"{seen} of {covered} are in front of the panel"
+    colour = page.evaluate("getComputedStyle(document.getElementById('panel')).backgroundColor")
+    assert colour.startswith("rgb("), f"{colour} is not opaque"
 
 
 PARTS = dict(fp32=(4, 4), bf16=(2, 2))  # bytes of param_dtype and reduce_dtype
