@@ -133,7 +133,8 @@ def test_pages_lead_to_events():
     runs = runs_of_page()
     for link in links:
         words = parse_qs(link, strict_parsing=True)
-        assert {*words} <= {"mode", "ranks", "event", "beside", "tab", "curve"}, link
+        assert {*words} <= {"mode", "ranks", "event", "beside", "tab", "curve",
+                            "predict", "asks"}, link
         assert words.get("tab", ["memory"]) == ["memory"], link
         [mode], [W] = words["mode"], words["ranks"]
         for event in words.get("event", []):
@@ -507,8 +508,8 @@ def test_page_is_for_everyone(page):
     assert titles_of(page) == ["begin1 of 25"]
 
 
-# What the memory curve shows, in one call: of a line its rank and points, of a grey one its bytes and
-# height, of what marks the event and the peaks where they are; and the texts at the peaks.
+# What the memory curve shows, in one call: of a line its rank and points, of a grey one its bytes
+# and height, of what marks the event and the peaks where they are; and the texts at the peaks.
 CURVE = """() => {
     const all = (selector, read) => [...document.querySelectorAll(`#curve ${selector}`)].map(read);
     const number = (element, name) => +element.getAttribute(name);
@@ -626,7 +627,8 @@ def test_page_has_room_for_cells(page, name):
         const panel = document.getElementById('panel');
         const sides = panel.getBoundingClientRect();
         let [covered, seen] = [0, 0];
-        for (const element of document.querySelectorAll('.stage :is(.cell, caption b, thead th)')) {
+        const all = document.querySelectorAll('.stage :is(.cell, caption b, thead th)');
+        for (const element of all) {
             const { left, right, top, bottom } = element.getBoundingClientRect();
             const [x, y] = [(left + right) / 2, (top + bottom) / 2];
             if (y > sides.top && y < Math.min(sides.bottom, innerHeight)) {
@@ -639,6 +641,74 @@ def test_page_has_room_for_cells(page, name):
     assert covered > 20 and seen == 0, f"{seen} of {covered} are in front of the panel"
     colour = page.evaluate("getComputedStyle(document.getElementById('panel')).backgroundColor")
     assert colour.startswith("rgb("), f"{colour} is not opaque"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_page_asks_before_it_shows(page, name):
+    """Where the page is to ask, it does so before each event that changes what a rank holds, or
+    sends, and before no other. What it shows meanwhile is the event before, without the answer.
+    The next key shows the event, with the record's numbers as an answer."""
+    mode, W = name.split()
+    events = runs_of_page()[name]
+    open_page(page, f"mode={mode}&ranks={W}&predict=1")
+    asked = """() => [document.querySelectorAll('#reveal').length,
+        document.getElementById('events').textContent,
+        document.querySelector('caption').textContent,
+        +document.getElementById('slider').value]"""
+    for i, event in enumerate(events[1:], 1):
+        n_before = sent_by_ranks(events[:i], int(W))
+        n_sent = [now - before for now, before in
+                  zip(sent_by_ranks(events[:i + 1], int(W)), n_before)]
+        rank = i % int(W)
+        _, _, caption, _ = page.evaluate(asked)
+        page.keyboard.press("ArrowRight")
+        is_asked, text, caption_now, at = page.evaluate(asked)
+        assert is_asked == bool("set" in event or "starts" in event), event
+        if is_asked:
+            assert f"Next comes {event['what']}" in text and caption_now == caption and at == i - 1
+            page.keyboard.press("ArrowRight")
+            has_question, text_then, _, at = page.evaluate(asked)
+            assert not has_question and len(text_then) > len(text), text_then
+            text = text_then
+        assert at == i
+        sends = f"How many elements will rank {rank} send? {n_sent[rank]}, which"
+        assert (sends in text) == ("starts" in event), text
+        held = [events[k]["held"][rank] for k in (i - 1, i)]
+        bytes_held = f"will rank {rank} hold after this? Now it is {held[0]}. {held[1]} bytes."
+        assert (bytes_held in text) == (held[0] != held[1]), text
+
+
+def test_page_hides_answers(page):
+    """By default nothing is asked. Where it is, the answer is nowhere on the page before the reader
+    wants it, by the button or a key; and the question has an address."""
+    open_page(page, "mode=zero2&ranks=2&event=gradient-blocks.2")
+    page.keyboard.press("ArrowRight")
+    assert titles_of(page)[0].startswith("wait: reduce") and "predict" not in page.url
+    page.click("#back")
+    page.click("#predict-switch")
+    assert "predict=1" in page.url and page.locator("#predict-switch").get_attribute(
+        "aria-pressed") == "true"
+    page.click("#next")
+    question = "What will rank 0 hold of the gradients of block 3 after this?"
+    answer = "All 4 numbers (2: mean gradients over all ranks; 2: numbers that are old"
+    assert question in texts_of(page, ".asked")[0] and answer not in page.content()
+    assert "event=gradient-blocks.2" in page.url and "asks=1" in page.url
+    address = page.url.split("#")[1]
+    open_page(page, address)
+    assert question in texts_of(page, ".asked")[0] and answer not in page.content()
+    page.focus("#reveal")
+    page.keyboard.press("Enter")
+    assert texts_of(page, ".answers")[0].startswith(f"{question} {answer}")
+    assert titles_of(page)[0].startswith("wait: reduce") and "asks" not in page.url
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowLeft")
+    assert texts_of(page, ".asked") == []
+    page.keyboard.press("Space")  # playing stops at a question
+    page.wait_for_selector("#reveal", timeout=60_000)
+    assert texts_of(page, "#play") == ["play"]
+    open_page(page, "mode=zero3&ranks=2&beside=ddp&predict=1&event=backward-blocks.3&asks=1")
+    [text] = texts_of(page, ".asked")
+    assert "Zero3, What will" in text and "DDP, What will" in text, text
 
 
 PARTS = dict(fp32=(4, 4), bf16=(2, 2))  # bytes of param_dtype and reduce_dtype
