@@ -12,6 +12,8 @@ events, so the i-th of each is one event of the record:
 
     what      such as "start: unshard blocks.1", as `train.py --trace` prints it, without sizes
     code      functions of ddp.py and zero.py that are under way, from the outermost in
+    line      [file, text]: the line that is under way in the function of these which does it; where
+              there are none, a line of this file
     held      bytes of parameters, gradients and Adam's averages on each rank
     set       {rank, row and number of the unit, such as "0p2": cells}, where one has changed
     starts    {number of an exchange: [[from, to, row, unit, first element, elements], ...]}
@@ -33,6 +35,7 @@ An upper-case letter: there is memory for it twice, such as in the own chunk and
 import argparse
 import contextlib
 import json
+import linecache
 import multiprocessing
 import pathlib
 import re
@@ -60,6 +63,10 @@ for stage in (zero.PlainZero1, zero.PlainZero2, zero.PlainZero3):
 # Of the root and four blocks, when the step begins; three ranks take the first three of each. All
 # numbers of the step can be checked in one's head, and none is rounded.
 WEIGHTS = [[1, 2, 1, 3], [2, 1, 1, 1], [1, 1, 3, 1], [1, 2, 1, 1], [2, 1, 1, 1]]
+# What lines of `record`, and of a block, begin with.
+SCRIPT = {"begin": "model = MODES[mode](", "forward": "product = x *",
+          "loss": "loss = model(samples", "backward": "loss.backward()",
+          "update": "optimizer.step()", "zero_grad": "optimizer.zero_grad()"}
 SAMPLES = {2: [[2, 0, 4, -2], [2, 4, 0, 6]], 3: [[3, -3, 6], [0, 6, 3], [3, 3, -3]]}
 
 
@@ -111,10 +118,10 @@ def is_collective(name):
     return name.startswith(("start_all_", "start_reduce_", "AllReduce.", "ReduceScatter."))
 
 
-def functions_under_way():
-    """Names of functions of ddp.py and zero.py on the stack, from the one that a hook or autograd
+def frames_under_way():
+    """Those of functions of ddp.py and zero.py on the stack, from the one that a hook or autograd
     has called, in, to the first collective."""
-    names = []
+    frames = []
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
@@ -122,13 +129,56 @@ def functions_under_way():
         # Around a hook, a note, or the module.
         shells = "weakly", "unless_compiling", "call_note", "Wrapper.forward", "PlainZero3.forward"
         if is_ours and not code.co_qualname.startswith((*shells, "PlainDDP.forward")):
-            names.append(code.co_qualname.replace(".<locals>", ""))
+            frames.append(frame)
         frame = frame.f_back
-    names.reverse()
-    for i, name in enumerate(names):
-        if is_collective(name):
-            return names[:i + 1]
-    return names
+    frames.reverse()
+    for i, frame in enumerate(frames):
+        if is_collective(name_of(frame.f_code)):
+            return frames[:i + 1]
+    return frames
+
+
+def name_of(code):
+    return code.co_qualname.replace(".<locals>", "")
+
+
+def line_at(path, number):
+    """[file, text] of a statement that begins there; of a named range, of the last one in it."""
+    text = linecache.getline(path, number).strip()
+    if text.startswith("with span("):
+        outside = indent(path, number)
+        while indent(path, number + 1) > outside:
+            number += 1
+        text = linecache.getline(path, number).strip()
+    while text.count("(") > text.count(")"):
+        number += 1
+        text += " " + linecache.getline(path, number).strip()
+    text, *_ = text.split("  # ")
+    return [str(pathlib.Path(path).relative_to(ROOT)), text]
+
+
+def what_runs():
+    """(names of functions under way, the line of the one that does it: the innermost of a mode)."""
+    frames = frames_under_way()
+    if not frames:
+        return None
+    names = [name_of(frame.f_code) for frame in frames]
+    of_modes = [frame for frame, name in zip(frames, names) if name.startswith("Plain")]
+    frame = of_modes[-1] if of_modes else frames[-1]
+    return names, line_at(frame.f_code.co_filename, frame.f_lineno)
+
+
+def indent(path, number):
+    line = linecache.getline(path, number)
+    return len(line) - len(line.lstrip()) if line.strip() else 0
+
+
+def line_of_script(kind):
+    """[file, text] of the line of this file that an event is about, where no function of ddp.py or
+    zero.py is under way."""
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    first = [line.strip().startswith(SCRIPT[kind]) for line in lines].index(True)
+    return line_at(__file__, first + 1)
 
 
 def parts_in_memory(slot, optimizer):
@@ -161,7 +211,7 @@ class Recorder:
         written  {address that a message may be writing: the number that it had before, if the
                  message is a sum that began with it; otherwise None}
         open     names of ranges under way; None in place of one that was noted
-        starts, ends, code   what goes into the next event
+        starts, ends, code   what goes into the next event; code as of `what_runs`
     """
 
     def __init__(self):
@@ -258,14 +308,14 @@ class Recorder:
         number = self.n_exchanges
         self.starts[number] = messages
         self.written |= written
-        self.code = functions_under_way()
+        self.code = what_runs()
 
         def end():
             self.ends.append(number)
             self.kinds.update(dict.fromkeys(written, "m"))  # of parameters nobody asks for it
             for address in written:
                 del self.written[address]
-            self.code = functions_under_way()
+            self.code = what_runs()
 
         return end
 
@@ -281,7 +331,8 @@ class Recorder:
         def note_and_mark(model, slot, p):
             if self.model is not None:
                 self.kinds.update(dict.fromkeys(addresses(p.grad), "o"))
-                self.code = [mark_param_ready.__qualname__]
+                code = mark_param_ready.__code__
+                self.code = [name_of(code)], line_at(code.co_filename, code.co_firstlineno)
                 self.note(f"gradient: {unit_name(slot.fqn)}")
             mark_param_ready(model, slot, p)
 
@@ -348,9 +399,9 @@ class Recorder:
             if cells != before:
                 changed[key] = " ".join(cells)
             self.cells[key] = cells
-        code = self.code or functions_under_way()
-        self.events.append(dict(what=what, code=code, held=sum(memory.values()), set=changed,
-                                starts=self.starts, ends=self.ends, **more))
+        code, line = self.code or what_runs() or ([], line_of_script(what.split(":")[0]))
+        self.events.append(dict(what=what, code=code, line=line, held=sum(memory.values()),
+                                set=changed, starts=self.starts, ends=self.ends, **more))
         self.starts, self.ends, self.code = {}, [], None
 
     def cell(self, row, slot, parts, i, before):
@@ -421,10 +472,11 @@ def record(mode):
 def merged(events):
     """One event of what is the same one on each rank; without what is empty."""
     first = events[0]
-    event = dict(what=first["what"], code=first["code"], held=[], set={}, starts={})
+    same = ("what", "code", "line", "ends")
+    event = dict(what=first["what"], code=first["code"], line=first["line"], held=[], set={},
+                 starts={})
     for of_rank in events:
-        same = (of_rank["what"], of_rank["code"], of_rank["ends"])
-        assert same == (first["what"], first["code"], first["ends"]), f"ranks differ: {events}"
+        assert all(of_rank[key] == first[key] for key in same), f"ranks differ: {events}"
         event["held"].append(of_rank["held"])
         event["set"] |= of_rank["set"]
         for number, messages in of_rank["starts"].items():
@@ -448,23 +500,31 @@ def compact(value):
 
 
 def as_text(runs):
-    """runs, {"zero3 2": [event]}, as JSON, with a line for each event. Lists of functions repeat:
-    "codes" has each once, and an event has its number, or nothing for none."""
-    codes = []
+    """runs, {"zero3 2": [event]}, as JSON, with a line for each event. Lists of functions and lines
+    of code repeat: "codes" and "lines" have each once, and an event has its number."""
+    repeated = {"code": [], "line": []}
     texts = []
     for name, events in runs.items():
-        lines = []
-        for event in events:
-            if "code" in event:
-                if event["code"] not in codes:
-                    codes.append(event["code"])
-                event = event | {"code": codes.index(event["code"])}
-            lines.append(compact(event))
+        lines = [compact(with_numbers(event, repeated)) for event in events]
         texts.append(f'"{name}":[\n' + ",\n".join(lines) + "\n]")
-    all_codes = ",\n".join(map(compact, codes))
+    parts = [f'{{"samples":{compact(SAMPLES)}']
+    for key, values in repeated.items():
+        all_values = ",\n".join(map(compact, values))
+        parts.append(f'"{key}s":[\n{all_values}\n]')
     all_runs = ",\n".join(texts)
-    return (f'{{"samples":{compact(SAMPLES)},\n"codes":[\n{all_codes}\n],\n'
-            f'"runs":{{\n{all_runs}\n}}}}')
+    parts.append(f'"runs":{{\n{all_runs}\n}}}}')
+    return ",\n".join(parts)
+
+
+def with_numbers(event, repeated):
+    """An event, in which what repeats is the number of its value in a list of repeated."""
+    numbers = {}
+    for key, values in repeated.items():
+        if key in event:
+            if event[key] not in values:
+                values.append(event[key])
+            numbers[key] = values.index(event[key])
+    return event | numbers
 
 
 def runs_of(text):
@@ -472,8 +532,9 @@ def runs_of(text):
     record = json.loads(text)
     for events in record["runs"].values():
         for event in events:
-            if "code" in event:
-                event["code"] = record["codes"][event["code"]]
+            for key in ("code", "line"):
+                if key in event:
+                    event[key] = record[f"{key}s"][event[key]]
     return record["runs"]
 
 

@@ -115,6 +115,18 @@ def test_record_step_reads_what_it_writes():
     assert head + record_step.BEGIN + text + record_step.END + tail == record_step.PAGE.read_text()
 
 
+def test_page_has_lines_of_code_that_are_there():
+    """Each event has a line, of a file in which it still is."""
+    texts = {}
+    for path in ("ddp.py", "zero.py", "docs/record_step.py"):
+        texts[path] = " ".join((ROOT / path).read_text().split())
+    for name, events in runs_of_page().items():
+        for event in events:
+            file, line = event["line"]
+            assert len(line) > 5 and line in texts[file], f"{file} has no line {line!r}: {event}"
+            assert (file == "docs/record_step.py") == ("code" not in event), event
+
+
 def names_of(events):
     """The events of a run as addresses name them."""
     names = []
@@ -250,6 +262,7 @@ STATE = """() => {
         return [+x, +begin, +end, line.classList.contains('new')];
     });
     return { cells, arrows, captions: texts('caption'), titles: texts('#events h2'),
+             links: all('#events a', link => link.getAttribute('href')),
              sentences: texts('#events p') };
 }"""
 
@@ -316,8 +329,11 @@ def test_page_shows_each_event(page, name):
         assert title == f"{event['what']}{i + 1} of {len(events)}"
         assert len(text) > 20 and re.search(r"\.\)?$", text), text
         assert not re.search("undefined|null|NaN", text + code), text
+        file, line = event["line"]
+        assert code.endswith(f"{file.split('/')[-1]}: {line}"), code
+        assert shown["links"] == [f"../{file}"] and (record_step.PAGE.parent / ".." / file).exists()
         functions = event.get("code", [])
-        assert code.startswith("code: ") and all(function in code for function in functions), code
+        assert code.startswith("code: ") and all(name in code for name in functions), code
         block = re.search(r"blocks\.(\d)", event["what"])
         assert_sums(text, cells, int(block[1]) + 1 if block else 0)
         n_sums += " = " in text
