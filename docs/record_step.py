@@ -1,7 +1,8 @@
 """Record a training step of a tiny model, number by number, for docs/step.html.
 
     python docs/record_step.py            # write what happens into docs/step.html
-    python docs/record_step.py --check    # exit status 1 if something else is there
+    python docs/record_step.py --check    # exit status 1 if something else is there, but for times
+    python docs/record_step.py --keep_times    # write all but times
 
 Nothing is simulated: two processes, and then three, train with the classes of ddp.py and zero.py.
 These are not changed. What they call is watched: `span`, which names ranges of a profile ("start:
@@ -30,10 +31,13 @@ A cell is an element, of 4 bytes, as a letter and a number:
        number is what was there before
 
 An upper-case letter: there is memory for it twice, such as in the own chunk and in the whole.
+
+The times of a step are those of a larger model over a slow link: see time_step.py.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import linecache
 import multiprocessing
@@ -65,7 +69,7 @@ for stage in (zero.PlainZero1, zero.PlainZero2, zero.PlainZero3):
 WEIGHTS = [[1, 2, 1, 3], [2, 1, 1, 1], [1, 1, 3, 1], [1, 2, 1, 1], [2, 1, 1, 1]]
 # What lines of `record`, and of a block, begin with.
 SCRIPT = {"begin": "model = MODES[mode](", "forward": "product = x *",
-          "loss": "loss = model(samples", "backward": "loss.backward()",
+          "loss": "loss = model(sample", "backward": "loss.backward()",
           "update": "optimizer.step()", "zero_grad": "optimizer.zero_grad()"}
 SAMPLES = {2: [[2, 0, 4, -2], [2, 4, 0, 6]], 3: [[3, -3, 6], [0, 6, 3], [3, 3, -3]]}
 
@@ -431,6 +435,35 @@ class Recorder:
         return f"~{before[1:]}" if number is None else f"{kind}{number:.4g}"
 
 
+def wrap(mode, module, recorder):
+    """-> a model of the mode, whose hooks the recorder watches. module: of units of one size."""
+    two_units = 2 * module.weight.nbytes  # a bucket of DDP, also the first one
+    options = {"bucket_cap_mb": two_units / 2**20} if mode == "ddp" else {}
+    fill_buckets = functools.partial(ddp.fill_buckets, first_bytes=two_units)
+    # Without the gaps that align parameters and chunks.
+    mark_param_ready = recorder.watched_mark(ddp.Reducer._mark_param_ready)
+    with mock.patch.multiple("zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4), \
+            mock.patch.multiple(ddp, ALIGN_CHUNK_BYTES=4, fill_buckets=fill_buckets), \
+            mock.patch.object(ddp.Reducer, "_mark_param_ready", mark_param_ready):
+        model = MODES[mode](module, **options)  # which makes hooks of that method
+    return model
+
+
+def step(recorder, sample):
+    """A step that is recorded."""
+    model, optimizer = recorder.model, recorder.optimizer
+    with recorder.watching():
+        recorder.note("begin")
+        loss = model(sample)
+        recorder.note("loss", loss=loss.item())
+        loss.backward()
+        optimizer.step()
+        recorder.note("update")
+        optimizer.zero_grad()
+        recorder.kinds.clear()
+        recorder.note("zero_grad")
+
+
 def record(mode):
     """-> ([event] of all ranks together, the parameters after the step). A collective."""
     recorder = Recorder()
@@ -438,13 +471,7 @@ def record(mode):
     samples = torch.tensor(SAMPLES[W], dtype=torch.float)
     n = samples.shape[1]
     module = Product(n, recorder.note)
-    options = {"bucket_cap_mb": 2 * 4 * n / 2**20} if mode == "ddp" else {}  # two parameters each
-    # Without the gaps that align parameters and chunks.
-    mark_param_ready = recorder.watched_mark(ddp.Reducer._mark_param_ready)
-    with mock.patch.multiple("zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4), \
-            mock.patch.object(ddp, "ALIGN_CHUNK_BYTES", 4), \
-            mock.patch.object(ddp.Reducer, "_mark_param_ready", mark_param_ready):
-        model = MODES[mode](module, **options)  # which makes hooks of that method
+    model = wrap(mode, module, recorder)
     optimizer = torch.optim.Adam(model.parameters(), lr=1, betas=(0.5, 0.75))
     # A first step, so that all memory is there that later ones have, and the order of use is known.
     # Each parameter falls by 1.
@@ -455,16 +482,7 @@ def record(mode):
         for t in state.values():
             t.zero_()  # in Adam's first step a parameter moves by lr, whatever its gradient is
     recorder.model, recorder.optimizer = model, optimizer
-    with recorder.watching():
-        recorder.note("begin")
-        loss = model(samples[rank])
-        recorder.note("loss", loss=loss.item())
-        loss.backward()
-        optimizer.step()
-        recorder.note("update")
-        optimizer.zero_grad()
-        recorder.kinds.clear()
-        recorder.note("zero_grad")
+    step(recorder, samples[rank])
     whole = [(name, value.tolist()) for name, value in model.full_parameters()]
     return [merged(events) for events in zip(*gather(recorder.events), strict=True)], whole
 
@@ -499,9 +517,10 @@ def compact(value):
     return json.dumps(value, separators=(",", ":"))
 
 
-def as_text(runs):
-    """runs, {"zero3 2": [event]}, as JSON, with a line for each event. Lists of functions and lines
-    of code repeat: "codes" and "lines" have each once, and an event has its number."""
+def as_text(runs, times):
+    """runs, {"zero3 2": [event]}, and times, as of time_step.py, as JSON, with a line for each
+    event. Lists of functions and lines of code repeat: "codes" and "lines" have each once, and an
+    event has its number."""
     repeated = {"code": [], "line": []}
     texts = []
     for name, events in runs.items():
@@ -512,7 +531,8 @@ def as_text(runs):
         all_values = ",\n".join(map(compact, values))
         parts.append(f'"{key}s":[\n{all_values}\n]')
     all_runs = ",\n".join(texts)
-    parts.append(f'"runs":{{\n{all_runs}\n}}}}')
+    parts.append(f'"runs":{{\n{all_runs}\n}}')
+    parts.append(f'"times":{compact(times)}}}')
     return ",\n".join(parts)
 
 
@@ -536,6 +556,23 @@ def runs_of(text):
                 if key in event:
                     event[key] = record[f"{key}s"][event[key]]
     return record["runs"]
+
+
+def times_on_page(text):
+    """Those of an `as_text`; None where there are none."""
+    return json.loads(text).get("times")
+
+
+def new_times(runs):
+    """Those of a step over a link, recorded now; None where no link can be made."""
+    from docs.time_step import times_over_link
+
+    times = times_over_link()
+    if times is not None:
+        for mode, of_mode in times["runs"].items():
+            expected = [event["what"] for event in runs[f"{mode} 2"]]
+            assert of_mode.pop("events") == expected, f"{mode}: events of the timed step differ"
+    return times
 
 
 def difference(there, here):
@@ -566,7 +603,9 @@ def parts_of_page():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare, and write nothing")
-    is_check = parser.parse_args().check
+    parser.add_argument("--keep_times", action="store_true",
+                        help="do not record a step over a link: the page keeps its times")
+    options = parser.parse_args()
     head, on_page, tail = parts_of_page()
     multiprocessing.set_forkserver_preload(["verify"])
     groups = Groups()
@@ -579,16 +618,18 @@ def main():
                 runs[f"{mode} {W}"], results[mode] = of_rank_0
                 if results[mode] != results["ddp"]:
                     sys.exit(f"{mode} on {W} ranks ends on other parameters than ddp: {results}")
+        times = None if options.check or options.keep_times else new_times(runs)
     except AssertionError as error:
         sys.exit(f"nothing was recorded: {error}")
     finally:
         groups.kill()
-    text = as_text(runs)
-    if not is_check:
+    if not options.check:
+        text = as_text(runs, times or times_on_page(on_page))
         PAGE.write_text(head + BEGIN + text + END + tail)
         return
     try:
         found = difference(runs_of(on_page), runs)
+        text = as_text(runs, times_on_page(on_page))
     except (ValueError, LookupError) as error:
         found = f"its record cannot be read: {error!r}"
     if found is None and on_page != text:

@@ -85,7 +85,7 @@ def sent_by_ranks(events, W):
 def test_record_step_checks_and_writes(writes, tmp_path):
     """In a copy of the tree, in whose page one number is another: --check names the event and the
     command, and changes nothing. That command makes the page again what it was."""
-    for pattern in ("*.py", "docs/*", "tests/*.py"):
+    for pattern in ("*.py", "docs/*", "tests/*.py", "bench/*.py"):
         for path in ROOT.glob(pattern):
             copy = tmp_path / path.relative_to(ROOT)
             copy.parent.mkdir(exist_ok=True)
@@ -98,7 +98,7 @@ def test_record_step_checks_and_writes(writes, tmp_path):
     page.write_text(broken)
     command = [sys.executable, "docs/record_step.py"]
     if writes:
-        subprocess.run(command, cwd=tmp_path, check=True)
+        subprocess.run([*command, "--keep_times"], cwd=tmp_path, check=True)
         assert page.read_text() == text
         subprocess.run([*command, "--check"], cwd=tmp_path, check=True)
         return
@@ -111,7 +111,7 @@ def test_record_step_checks_and_writes(writes, tmp_path):
 
 def test_record_step_reads_what_it_writes():
     head, text, tail = record_step.parts_of_page()
-    assert record_step.as_text(record_step.runs_of(text)) == text
+    assert record_step.as_text(record_step.runs_of(text), record_step.times_on_page(text)) == text
     assert head + record_step.BEGIN + text + record_step.END + tail == record_step.PAGE.read_text()
 
 
@@ -125,6 +125,55 @@ def test_page_has_lines_of_code_that_are_there():
             file, line = event["line"]
             assert len(line) > 5 and line in texts[file], f"{file} has no line {line!r}: {event}"
             assert (file == "docs/record_step.py") == ("code" not in event), event
+
+
+def times_of_page():
+    _, text, _ = record_step.parts_of_page()
+    return record_step.times_on_page(text)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_page_has_times_of_the_same_step(mode):
+    """The timed step has the events of the other one, and in each exchange a rank sends as many of
+    its elements; on each rank the clock goes on, and nothing arrives before it is sent."""
+    times = times_of_page()
+    of_mode = times["runs"][mode]
+    events = runs_of_page()[f"{mode} 2"]
+    marks = of_mode["marks"]
+    assert marks.count("e") == len(events)
+    per_element = 4 * times["size"] ** 2 / len(record_step.SAMPLES[2][0])
+    expected = []
+    for event in events:
+        for messages in event.get("starts", {}).values():
+            expected.append(sum(n for rank, *_, n in messages if rank == 0) * per_element)
+    assert of_mode["bytes"] == expected
+    starts = [i for i, mark in enumerate(marks) if mark == "s"]
+    for moments, arrived in zip(of_mode["times"], of_mode["arrived"], strict=True):
+        assert len(moments) == len(marks) and moments == sorted(moments)
+        for i, moment in zip(starts, arrived, strict=True):
+            assert moment > max(of_rank[i] for of_rank in of_mode["times"])
+
+
+def test_times_are_left_out_by_name(monkeypatch, capsys):
+    """Where no link can be made the recorder says what it leaves out, and why, in one line."""
+    time_step = importlib.import_module("docs.time_step")
+    monkeypatch.setattr("bench.launch.os.geteuid", lambda: 1000)
+    assert time_step.times_over_link() is None
+    said = capsys.readouterr()
+    assert re.fullmatch(r"left out: the step in time; .*keeps the times.*root.*\n", said.out), said
+    assert said.err == ""
+
+
+@full
+def test_times_are_recorded():
+    """Over a real link, where one can be made."""
+    time_step = importlib.import_module("docs.time_step")
+    times = time_step.times_over_link()
+    if times is None:
+        pytest.skip("no link can be made here")
+    for mode, of_mode in times_of_page()["runs"].items():
+        for key in ("marks", "bytes"):
+            assert times["runs"][mode][key] == of_mode[key], f"{mode}, {key}"
 
 
 def names_of(events):
@@ -146,8 +195,8 @@ def test_pages_lead_to_events():
     for link in links:
         words = parse_qs(link, strict_parsing=True)
         assert {*words} <= {"mode", "ranks", "event", "beside", "tab", "curve",
-                            "predict", "asks"}, link
-        assert words.get("tab", ["memory"]) == ["memory"], link
+                            "predict", "asks", "rate"}, link
+        assert words.get("tab", ["memory"])[0] in ("memory", "time"), link
         [mode], [W] = words["mode"], words["ranks"]
         for event in words.get("event", []):
             assert event in names_of(runs[f"{mode} {W}"]), link
@@ -725,6 +774,151 @@ def test_page_hides_answers(page):
     open_page(page, "mode=zero3&ranks=2&beside=ddp&predict=1&event=backward-blocks.3&asks=1")
     [text] = texts_of(page, ".asked")
     assert "Zero3, What will" in text and "DDP, What will" in text, text
+
+
+# Of the step in time: of each mode that is shown its bars, [class, begin, end], texts of its ranks,
+# and where the event stands, in parts of the width.
+LANES = """() => [...document.querySelectorAll('.lanes')].map(svg => {
+    const all = (selector, read) => [...svg.querySelectorAll(selector)].map(read);
+    return {
+        bars: all('[data-begin]', ({ classList, dataset }) =>
+            [classList[0], +dataset.begin, +dataset.end]),
+        widths: all('[data-begin]', bar => +bar.getAttribute('width')),
+        texts: all('.name', text => text.textContent),
+        at: all('.at', line => +line.getAttribute('d').match(/M([\\d.]+)/)[1]),
+        label: svg.ariaLabel,
+    };
+})"""
+
+
+def replayed(of_mode, rate, recorded_rate):
+    """(times of marks, arrivals) of both ranks at a rate: computing takes as long as it did; a
+    message takes n / rate, after those before it, and as much more as it did."""
+    def ideal(starts, rate):
+        ends = [0]
+        for start, n_bytes in zip(starts, of_mode["bytes"]):
+            ends.append(max(start, ends[-1]) + 8 * n_bytes / (1e3 * rate))
+        return ends[1:]
+
+    marks, was, had_arrived = of_mode["marks"], of_mode["times"], of_mode["arrived"]
+    both = [*zip(*was)]
+    on_link = ideal([max(both[i]) for i, mark in enumerate(marks) if mark == "s"], recorded_rate)
+    moments, arrived, starts = [[], []], [[], []], []
+    for i, mark in enumerate(marks):
+        for rank in range(2):
+            now = moments[rank][-1] if i else 0
+            took = was[rank][i] - (was[rank][i - 1] if i else 0)
+            if mark[0] == "d":
+                number = int(mark[1:]) - 1
+                now = max(now, arrived[rank][number])
+                took = was[rank][i] - max(was[rank][i - 1], had_arrived[rank][number])
+            moments[rank].append(now + took)
+        if mark == "s":
+            starts.append(max(moments[0][i], moments[1][i]))
+            k = len(starts) - 1
+            for rank in range(2):
+                later = had_arrived[rank][k] - on_link[k]
+                arrived[rank].append(max(starts[k], ideal(starts, rate)[k] + later))
+    return moments, arrived
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rate", [None, 200, 5000])
+def test_page_shows_times(page, mode, rate):
+    """At the recorded rate what was recorded, and at others what the formula gives: each wait in
+    red, each message from its start until it has arrived; and what is exposed, in ms."""
+    times = times_of_page()
+    of_mode = times["runs"][mode]
+    open_page(page, f"mode={mode}&tab=time" + (f"&rate={rate}" if rate else ""))
+    moments, arrived = of_mode["times"], of_mode["arrived"]
+    if rate:
+        moments, arrived = replayed(of_mode, rate, times["rate"])
+    [shown] = page.evaluate(LANES)
+    waits, sends, computes = [], [], 0
+    texts = []
+    for rank in range(2):
+        exposed = 0
+        starts = [i for i, mark in enumerate(of_mode["marks"]) if mark == "s"]
+        sends += zip([moments[rank][i] for i in starts], arrived[rank])
+        for i, mark in enumerate(of_mode["marks"]):
+            if mark[0] == "d":
+                begin = moments[rank][i - 1]
+                end = max(begin, arrived[rank][int(mark[1:]) - 1])
+                waits.append((begin, end))
+                exposed += end - begin
+        computes += moments[rank][-1] - exposed
+        texts.append((moments[rank][-1], exposed))
+
+    def close(pairs):
+        return [pytest.approx(pair, abs=1e-3) for pair in pairs]
+
+    of_kind = {}
+    for kind, *ends in shown["bars"]:
+        of_kind.setdefault(kind, []).append(tuple(ends))
+    assert of_kind["waits"] == close(waits)
+    of_messages = [tuple(ends) for kind, *ends in shown["bars"] if kind in
+                   ("parameters", "gradients")]
+    assert of_messages == close(sends)
+    computed = sum(end - begin for kind in ("forward", "backward", "update")
+                   for begin, end in of_kind[kind])
+    assert computed == pytest.approx(computes, abs=0.1)
+    for text, numbers in zip(shown["texts"], texts, strict=True):
+        found = re.search(r": ([\d.]+) ms, ([\d.]+) ms exposed", text)
+        assert [float(found[1]), float(found[2])] == pytest.approx(numbers, abs=0.6), text
+    note = texts_of(page, "#rate-note")[0]
+    assert ("as it was recorded" in note) == (rate is None), note
+    assert ("and not recorded" in note and "n / rate" in note) == (rate is not None), note
+    row = texts_of(page, f"#costs tbody tr:nth-child({MODES.index(mode) + 1}) td")
+    slowest = max(texts)
+    assert [float(row[0]), float(row[2])] == pytest.approx(slowest, abs=0.6), row
+
+
+def test_page_moves_in_time(page):
+    """By a click, by keys, by the slider of the rate; there are two ranks, and there may be two
+    modes; an address says all of it."""
+    open_page(page, "mode=zero3&ranks=3&tab=time&event=loss")
+    assert titles_of(page)[0].startswith("loss") and "ranks=2" in page.url
+    assert page.locator("#ranks [data-ranks='3']").is_disabled()
+    [shown] = page.evaluate(LANES)
+    assert re.match(r"Zero3 in time: rank 0 takes \d+ ms, of which it waits [\d.]+ ms; rank 1",
+                    shown["label"])
+    of_mode = times_of_page()["runs"]["zero3"]
+    places = [i for i, mark in enumerate(of_mode["marks"]) if mark == "e"]
+    names = names_of(runs_of_page()["zero3 2"])
+    scale = shown["at"][0] / of_mode["times"][0][places[names.index("loss")]]
+    box = page.locator(".lanes").bounding_box()
+    for rank, name in ((0, "forward-blocks.2"), (1, "update")):
+        ms = of_mode["times"][rank][places[names.index(name)]]
+        page.mouse.click(box["x"] + scale * ms, box["y"] + 25 + 60 * rank)
+        # Another event may come in the same half of a ms.
+        assert page.evaluate(LANES)[0]["at"][rank] == pytest.approx(scale * ms, abs=2)
+        assert "event=loss" not in page.url
+    page.keyboard.press("End")
+    end = f"zero_grad: at {of_mode['times'][0][-1]:.0f} ms on rank 0, "
+    assert end in texts_of(page, "#moment")[0], texts_of(page, "#moment")
+    page.focus(".lanes")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert titles_of(page)[0].startswith("wait: unshard the root")
+    page.focus("#rate")
+    page.keyboard.press("ArrowRight")
+    assert "rate=1500" in page.url and texts_of(page, "#rate-now") == ["1.5 Gbit/s"]
+    assert page.locator("#rate").get_attribute("aria-valuetext") == "1.5 Gbit/s"
+    page.keyboard.press("End")
+    assert "rate=100000" in page.url
+    assert titles_of(page)[0].startswith("wait: unshard the root")
+    page.select_option("#beside", "ddp")
+    assert page.locator(".lanes").count() == 2
+    page.click("#tab-step")
+    assert "rate" not in page.url and "tab" not in page.url
+    assert page.locator(".stage").first.is_visible() and not page.locator("#times").is_visible()
+    page.set_viewport_size(dict(width=400, height=800))
+    open_page(page, "mode=zero1&tab=time&beside=zero3&event=loss")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    box = page.locator(".lanes").first.bounding_box()
+    panel = page.locator("#panel").bounding_box()
+    assert box["y"] + box["height"] < panel["y"], "the panel hides the lanes"
 
 
 PARTS = dict(fp32=(4, 4), bf16=(2, 2))  # bytes of param_dtype and reduce_dtype
