@@ -677,14 +677,18 @@ def test_page_goes_where_the_curve_is_clicked(page):
 @pytest.mark.parametrize("name", RUNS)
 def test_page_has_room_for_cells(page, name):
     """In a window of 1200 x 900 pixels all cells are above the panel at each event, also where
-    the page opens. Where they cannot be, the panel hides what is behind it."""
+    the page opens, or shows an answer. Where they cannot be, the panel hides what is behind it."""
     page.set_viewport_size(dict(width=1200, height=900))
     mode, W = name.split()
     open_page(page, f"mode={mode}&ranks={W}")
     hidden = page.evaluate("""() => steps.filter((events, i) => {
         go(i);
         const { bottom } = document.getElementById('panel').getBoundingClientRect();
-        return hidesCells() || bottom > 900;
+        const hides = hidesCells() || bottom > 900;
+        if (i > 0) {
+            showAnswers(i);
+        }
+        return hides || hidesCells();
     }).map(events => events[0].what)""")
     assert hidden == []
     page.set_viewport_size(dict(width=1200, height=500))
@@ -887,7 +891,7 @@ def test_page_moves_in_time(page):
     names = names_of(runs_of_page()["zero3 2"])
     scale = shown["at"][0] / of_mode["times"][0][places[names.index("loss")]]
     box = page.locator(".lanes").bounding_box()
-    for rank, name in ((0, "forward-blocks.2"), (1, "update")):
+    for rank, name in ((0, "forward-blocks.3"), (1, "update")):
         ms = of_mode["times"][rank][places[names.index(name)]]
         page.mouse.click(box["x"] + scale * ms, box["y"] + 25 + 60 * rank)
         # Another event may come in the same half of a ms.
