@@ -164,7 +164,7 @@ def test_times_are_left_out_by_name(monkeypatch, capsys):
     assert said.err == ""
 
 
-@full
+@pytest.mark.full
 def test_times_are_recorded():
     """Over a real link, where one can be made."""
     time_step = importlib.import_module("docs.time_step")
