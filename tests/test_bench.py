@@ -27,6 +27,7 @@ from bench.pictures import smoothed
 from bench.tables import print_tables
 from model import GPT, GPTConfig
 from tests.common import on_meta, two_at_a_time
+from tests.forks import run_python
 from tests.params import full, ROOT
 from tests.runs import run_train
 
@@ -50,10 +51,9 @@ def tree(tmp_path):
     return tmp_path
 
 
-def bench(tree, *words, status=0, **options):
-    """Run bench.sh to its end."""
-    done = subprocess.run(["./bench.sh", *words], cwd=tree, capture_output=True, text=True,
-                          **options)
+def bench(tree, *words, status=0):
+    """Run what bench.sh runs, to its end."""
+    done = run_python(["-m", "bench", *words], tree)
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
