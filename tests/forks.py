@@ -1,8 +1,8 @@
 """Programs of Python that need not load torch: they are forked from the server, which has it.
 
-`run_python(words, cwd)` is what `subprocess.run([sys.executable, *words], cwd=cwd)` would be, and so
-is each Python that such a program starts: torchrun, its ranks, what a benchmark asks. To load torch
-and the rest takes each of them two to four seconds.
+`run_python(words, cwd)` is what `subprocess.run([sys.executable, *words], cwd=cwd)` would be. So is
+each Python that such a program starts: torchrun, its ranks, what a benchmark asks. To load torch
+and the rest would take each of them two to four seconds.
 """
 
 import contextlib
@@ -27,17 +27,30 @@ OURS = (ROOT, ROOT / "tests", ROOT / "extras", ROOT / "bench")
 
 def run_python(words, cwd, **environment):
     """-> subprocess.CompletedProcess, with stdout and stderr as texts."""
+    with started_python(words, cwd, **environment) as (process, printed):
+        process.join(LIMIT_S)
+        assert process.exitcode is not None, f"{words} has not ended after {LIMIT_S} s"
+        return subprocess.CompletedProcess(words, process.exitcode, *printed())
+
+
+@contextlib.contextmanager
+def started_python(words, cwd, **environment):
+    """-> (a Process, whose group has its pid; a function that returns [stdout, stderr] so far). In
+    the end it is killed, unless it has ended."""
     words = list(map(str, words))
     with tempfile.TemporaryDirectory() as folder:
         process = FORK.Process(target=first_program, args=(words, str(cwd), environment, folder))
         process.start()
         multiprocessing.process._children.discard(process)  # as in tests/runs.py
-        process.join(LIMIT_S)
-        if process.exitcode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise AssertionError(f"{words} was killed after {LIMIT_S} s")
-        texts = [pathlib.Path(folder, name).read_text() for name in ("stdout", "stderr")]
-    return subprocess.CompletedProcess(words, process.exitcode, *texts)
+        try:
+            yield process, partial(printed_in, folder)
+        finally:
+            if process.exitcode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def printed_in(folder):
+    return [pathlib.Path(folder, name).read_text() for name in ("stdout", "stderr")]
 
 
 def first_program(words, cwd, environment, folder):
@@ -76,6 +89,7 @@ def program(words, environment, host=None):
         if environment is not None:
             os.environ.clear()
             os.environ.update(environment)
+        tempfile.tempdir = None  # TMPDIR may be another one
         if host is not None:
             enter(host)
         sys.stdin = open(0, closefd=False)
@@ -86,9 +100,10 @@ def program(words, environment, host=None):
     except BaseException:
         traceback.print_exc()
     finally:
-        with contextlib.suppress(OSError):  # nobody may read it any more
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # train.py leaves none
+                with contextlib.suppress(OSError):  # nobody may read it any more
+                    stream.flush()
         os._exit(status)
 
 

@@ -27,7 +27,7 @@ from bench.pictures import smoothed
 from bench.tables import print_tables
 from model import GPT, GPTConfig
 from tests.common import on_meta, two_at_a_time
-from tests.forks import run_python
+from tests.forks import run_python, started_python
 from tests.params import full, ROOT
 from tests.runs import run_train
 
@@ -53,7 +53,17 @@ def tree(tmp_path):
 
 def bench(tree, *words, status=0):
     """Run what bench.sh runs, to its end."""
-    done = run_python(["-m", "bench", *words], tree)
+    return ended(run_python(["-m", "bench", *words], tree), status)
+
+
+def bench_sh(tree, *words, status=0, **options):
+    """Run bench.sh itself, which takes longer."""
+    done = subprocess.run(["./bench.sh", *words], cwd=tree, capture_output=True, text=True,
+                          **options)
+    return ended(done, status)
+
+
+def ended(done, status):
     assert done.returncode == status, done.stdout + done.stderr
     return done
 
@@ -385,7 +395,7 @@ def test_missing_packages_are_named(tree):
     environment = without_packages(tree, "matplotlib", "deepspeed")
     for words, package in ((["memory"], "matplotlib"), (["timeline"], "matplotlib"),
                            (["modes", "--modes=deepspeed2"], "deepspeed")):
-        done = bench(tree, *words, status=2, env=environment)
+        done = bench_sh(tree, *words, status=2, env=environment)
         assert done.stderr == f"bench.sh: this needs a package: pip install {package}\n"
     assert not (tree / "out").exists()
 
@@ -411,17 +421,17 @@ def processes_of(tree):
 def start_and_signal(tree, number):
     """Send a signal to all processes of a start while its second row makes steps -> the start,
     which has ended, and what it has printed."""
-    words = ["./bench.sh", "modes", "--rounds=1", *TINY, "--worlds=2", "--modes=ddp zero3",
-             "--max_steps=400", "--log_interval=1"]
-    started = subprocess.Popen(words, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, start_new_session=True)
+    words = ["-m", "bench", "modes", "--rounds=1", *TINY, "--worlds=2", "--modes=ddp zero3",
+             "--max_steps=150", "--log_interval=1"]
     pattern = "out/bench/modes_*/zero3, W=2, round 1.log"
-    deadline = time.monotonic() + 500
-    while not any("step " in log.read_text() for log in tree.glob(pattern)):
-        assert started.poll() is None and time.monotonic() < deadline, started.communicate()
-        time.sleep(0.05)
-    os.killpg(started.pid, number)
-    text, _ = started.communicate()
+    with started_python(words, tree) as (started, printed):
+        deadline = time.monotonic() + 500
+        while not any("step " in log.read_text() for log in tree.glob(pattern)):
+            assert started.exitcode is None and time.monotonic() < deadline, printed()
+            time.sleep(0.05)
+        os.killpg(started.pid, number)
+        started.join(60)
+        text, _ = printed()
     return started, text
 
 
@@ -429,7 +439,7 @@ def start_and_signal(tree, number):
 def test_a_signal_stops_all(number, tree):
     """Tables have what has run so far; no process is left, and the status is the signal's."""
     started, text = start_and_signal(tree, number)
-    assert started.returncode == 128 + number
+    assert started.exitcode == 128 + number
     assert [row["mode"] for row in rows_of_tables(text)] == ["ddp"], text
     [page] = (tree / "out" / "bench").glob("modes_*.md")
     assert page.read_text() == text
@@ -440,7 +450,7 @@ def test_a_signal_stops_all(number, tree):
 def test_results_outlive_a_kill(tree):
     """After kill -9 the file has the rows that were complete, and they can be printed."""
     started, _ = start_and_signal(tree, signal.SIGKILL)
-    assert started.returncode == -signal.SIGKILL
+    assert started.exitcode == -signal.SIGKILL
     while processes_of(tree):  # its last row is nobody's, and comes to its end
         time.sleep(0.2)
     text = bench(tree, "table", "modes").stdout
@@ -448,14 +458,15 @@ def test_results_outlive_a_kill(tree):
 
 
 def test_starts_do_not_touch_each_other(tree):
-    """Two at once have files of their own, and a third leaves both as they are."""
+    """Two at once have files of their own, and a third leaves both as they are. (It
+    is bench.sh itself, with torchrun itself.)"""
     once = partial(bench, tree, "bits", "--rounds=1", *TINY, "--worlds=1")
     two_at_a_time(once, ["--modes=single"] * 2)
     folder = tree / "out" / "bench"
     before = {path: path.read_text() for path in folder.glob("bits_*.*")}
     assert len(list(folder.glob("*.jsonl"))) == len(list(folder.glob("*.md"))) == 2, before
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 2
-    once("--modes=single")
+    bench_sh(tree, "bits", "--rounds=1", *TINY, "--worlds=1", "--modes=single")
     assert {path: path.read_text() for path in before} == before
     assert len(list(folder.glob("*.jsonl"))) == 3
 

@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import json
+import os
 import pathlib
 import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from unittest import mock
@@ -17,6 +17,7 @@ import pytest
 
 import ddp
 from bench import compare, fit
+from tests.forks import run_python, started_python
 from tests.params import ROOT
 from tests.runs import finish, lines_of, nothing, run_train, this_rank
 
@@ -183,12 +184,20 @@ def search_in(folder, budget_mb, results=None):
     return fit.Search(budget_mb, TINY, str(folder), results, {})
 
 
+def run_forked(command, log):
+    """In place of fit.run, which test_ctrl_c_ends_all_ranks sees to."""
+    done = run_python(command[1:], ROOT)
+    log.write_text(done.stdout + done.stderr)
+    return done.returncode
+
+
 @pytest.mark.parametrize("budget_mb, fits", [(24, False), (200, True)])
 def test_a_limit_is_real(tmp_path, budget_mb, fits):
     """A model of 1.6M parameters, of which parameters, gradients and Adam's state take 26 MB."""
     question = fit.Question("ddp", 2, 8, 1)
     search = search_in(tmp_path, budget_mb, tmp_path / "results")
-    answer = fit.ask(search, question)
+    with mock.patch.object(fit, "run", run_forked):
+        answer = fit.ask(search, question)
     assert answer.fits == fits, answer
     assert answer.n_parameters == 1_648_768
     assert 100 < answer.before_mb < 1000
@@ -273,13 +282,13 @@ def test_a_search_that_stops_says_what_it_has(tmp_path, capsys):
 
 
 def processes_of(folder):
-    """The command lines that name a folder."""
+    """The processes of programs whose TMPDIR is a folder."""
     found = []
-    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            words = path.read_text().replace("\0", " ")
-            if str(folder) in words:
-                found.append(words)
+            files = [os.readlink(file) for file in (path / "fd").iterdir()]
+            if any(file.startswith(str(folder)) for file in files):
+                found.append(path.name)
     return found
 
 
@@ -291,20 +300,19 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     for n_layer in range(1, 60):  # the first search is over
         answer = fit.Answer(n_layer == 1, n_layer, 300.0, 7.0)
         fit.append(search, fit.Question("single", 1, n_layer, 1), answer)
-    words = [sys.executable, ROOT / "bench" / "fit.py", "--budget_mb", "200", "--worlds", "1 2",
-             "--modes", "single zero3", "--results", results, *flags]
-    environment = {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    with mock.patch.dict("os.environ", environment):
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline_s = time.monotonic() + 60
-    has_begun = False
-    while not has_begun and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-        has_begun = len(list(tmp_path.glob("*/metrics.jsonl"))) > 0
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    words = [ROOT / "bench" / "fit.py", "--budget_mb", "200", "--worlds", "1 2", "--modes",
+             "single zero3", "--results", results, *flags]
+    with started_python(words, ROOT, TMPDIR=str(tmp_path)) as (process, printed):
+        deadline_s = time.monotonic() + 60
+        has_begun = False
+        while not has_begun and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            has_begun = len(list(tmp_path.glob("*/metrics.jsonl"))) > 0
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+        out, err = printed()
     assert has_begun, err
-    assert process.returncode == 130, err
+    assert process.exitcode == 130, err
     assert [row[:2] for row in rows_of(out)] == [["single", "1"]], out
     assert "interrupted" in err and "Traceback" not in err
     assert processes_of(tmp_path) == []
