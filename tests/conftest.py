@@ -23,7 +23,7 @@ from unittest import mock
 
 import pytest
 
-from tests.params import slug
+from tests.params import sample_of, slug
 
 
 def pytest_addoption(parser):
@@ -41,9 +41,10 @@ def pytest_configure(config):
 
 # What the server loads for all ranks and runs, also what torch imports only when it is used: the
 # parts of torch.compile take 2.5 s. Not the tests' own files, since one may not be importable.
-PRELOAD = ["verify", "pytest", "tests.conftest", "tests.runs", "torch._dynamo", "functorch.compile",
-           "torch.distributed.checkpoint", "torch.distributed.fsdp.sharded_grad_scaler",
-           "torch.distributed.launcher.api", "tiktoken", "regex", "numpy.ma"]
+PRELOAD = ["verify", "checkpoint", "data", "pytest", "tests.conftest", "tests.runs",
+           "torch._dynamo", "functorch.compile", "torch.distributed.checkpoint",
+           "torch.distributed.fsdp.sharded_grad_scaler", "torch.distributed.launcher.api",
+           "tiktoken", "regex", "numpy.ma"]
 
 
 def pytest_sessionstart(session):
@@ -84,12 +85,29 @@ def pytest_make_parametrize_id(val, argname):
     return getattr(val, "__name__", None)
 
 
+@pytest.hookimpl(trylast=True)  # after -k, so that a sample is of what it leaves
 def pytest_collection_modifyitems(config, items):
+    """Without --full leave out what is marked full and, of tests that are marked sample, what is
+    not in their samples. A row that is named by its whole id runs anyway."""
     if config.getoption("full"):
         return
-    left_out = [item for item in items if item.get_closest_marker("full")]
+    named = [word for word in config.args if "[" in word]
+    left_out = set()
+    tests = {}  # {a test: its rows}, of those that are marked sample
+    for item in items:
+        sample = item.get_closest_marker("sample")
+        if any(word.endswith(item.nodeid) for word in named):
+            continue
+        if item.get_closest_marker("full"):
+            left_out.add(item)
+        elif sample is not None:
+            n = sample.args[0] if sample.args else 1
+            tests.setdefault((item.path, item.originalname, n), []).append(item)
+    for (_, _, n), rows in tests.items():
+        chosen = sample_of([row.callspec.params for row in rows], n)
+        left_out.update(row for i, row in enumerate(rows) if i not in chosen)
     items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 @pytest.fixture(autouse=True)

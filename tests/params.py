@@ -2,6 +2,8 @@
 
 import pathlib
 import re
+from collections import Counter
+from itertools import combinations
 
 import pytest
 
@@ -16,3 +18,25 @@ def full(*values, **options):
 def slug(text):
     """As a part of a test's id."""
     return re.sub(r"\W+", "_", text).strip("_")
+
+
+def sample_of(rows, n):
+    """-> numbers of rows, which are {parameter: value}: as few as have each value of each
+    parameter, with n = 2 each pair of values, and so on. W is small where there is a choice, and
+    other values take turns."""
+    rows = [{name: repr(value) for name, value in row.items()} for row in rows]  # or no sets
+    wanted = [set(combinations(sorted(row.items()), min(n, len(row)))) for row in rows]
+    left = set().union(*wanted)
+    times = Counter()
+    sample = []
+    while left:
+        def rank(number):
+            row = rows[number]
+            others = [times[item] for item in row.items() if item[0] != "W"]
+            return -len(wanted[number] & left), int(row.get("W", 0)), sum(others)
+
+        number = min(range(len(rows)), key=rank)
+        left -= wanted[number]
+        times.update(rows[number].items())
+        sample.append(number)
+    return sample

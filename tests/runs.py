@@ -7,6 +7,7 @@ kills the process, a loss that becomes nan. A plant is a function that can be pi
 
 import dataclasses
 import gc
+import importlib.machinery
 import itertools
 import json
 import multiprocessing.forkserver
@@ -18,6 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
+import types
 from unittest import mock
 
 import torch
@@ -33,6 +35,8 @@ TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, g
             max_steps=4, device="cpu", min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
             lr=0.01, sample_tokens=4, save_interval=0, check_interval=1, dataset=ROOT / "verify.py")
 LIMIT_S = 60  # of a run
+# Compiled once, in the server: that takes as long as a run's steps.
+TRAIN = importlib.machinery.SourceFileLoader("train", str(ROOT / "train.py")).get_code("train")
 FORK = multiprocessing.get_context("forkserver")  # whose server conftest.py has started
 
 
@@ -59,7 +63,10 @@ def execute(argv, folder, environment, plant):
     sys.argv = ["train.py", *map(str, argv)]
     gc.freeze()  # a collection would touch, and so copy, all that the server has loaded
     plant()
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    main = types.ModuleType("__main__")
+    main.__file__ = str(ROOT / "train.py")
+    sys.modules["__main__"] = main
+    exec(TRAIN, main.__dict__)
 
 
 def run_alone(folder, file, *words):

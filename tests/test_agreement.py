@@ -100,6 +100,7 @@ BUFFER_FAULTS = {
     "deletes": (deletes, "table")}
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("where", ["first", "last"])
@@ -275,6 +276,7 @@ STEP_FAULTS = {other_rate: "lr = 0.", other_momentum: "momentum = 0.", no_step: 
                of_another_kind: "a step of AdamW"}
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("fault", STEP_FAULTS)

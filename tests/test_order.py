@@ -39,6 +39,7 @@ def test_in_order_of_use():
 # ---- public models
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("wrapper", OURS)
@@ -587,6 +588,7 @@ WITH_PICTURES = {"rank 0 has none": [[0, 1, 1]] * 3, "rank 1 has none": [[1, 0, 
                  "in turns": [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]]}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("collectives", ["own", "native"])
 @pytest.mark.parametrize("wrapper", ["zero2", "zero3"])

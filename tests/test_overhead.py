@@ -45,6 +45,7 @@ def without_wrapper():
     return count("none", CPU)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("wrapper", OURS)
 def test_a_wrapper_adds_this(wrapper, W):

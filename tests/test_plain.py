@@ -90,6 +90,7 @@ def test_layers_only_add(wrapper):
     assert without <= WITHOUT_SUPER.keys(), f"without super: {without - WITHOUT_SUPER.keys()}"
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("wrapper", PLAIN)
@@ -103,6 +104,7 @@ def test_plain_has_the_bits_of_one_process(wrapper, name):
         compare(wrap, name, wrapper, micro_steps=2, each_synced=True)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import numpy as np
@@ -416,6 +416,7 @@ def headings_of(path):
     return found
 
 
+@cache
 def definitions(path):
     """{name, such as "Bucket.put": its node} of a Python file."""
     found = {}

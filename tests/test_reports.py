@@ -843,6 +843,7 @@ def test_questions_do_not_raise(wrapper):
     assert hasattr(weight, "grad") and "shape" in dir(weight)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("W", [2, full(3)])
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("script", SCRIPTS)
