@@ -44,7 +44,7 @@ def pytest_configure(config):
 PRELOAD = ["verify", "checkpoint", "data", "pytest", "tests.conftest", "tests.runs",
            "torch._dynamo", "functorch.compile", "torch.distributed.checkpoint",
            "torch.distributed.fsdp.sharded_grad_scaler", "torch.distributed.launcher.api",
-           "tiktoken", "regex", "numpy.ma"]
+           "tiktoken", "regex", "numpy.ma", "tests.frozen"]
 
 
 def pytest_sessionstart(session):

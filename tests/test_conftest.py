@@ -130,7 +130,7 @@ EXPECTED = {
 def copy_of_conftest(folder, tests):
     """A folder in which pytest runs these tests with our conftest.py."""
     (folder / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "params.py", "ranks.py"):
+    for name in ("__init__.py", "conftest.py", "frozen.py", "params.py", "ranks.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "tests/test_x.py").write_text(tests)
