@@ -101,10 +101,10 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("full"):
             left_out.add(item)
         elif sample is not None:
-            n = sample.args[0] if sample.args else 1
-            tests.setdefault((item.path, item.originalname, n), []).append(item)
-    for (_, _, n), rows in tests.items():
-        chosen = sample_of([row.callspec.params for row in rows], n)
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for rows in tests.values():
+        sample = rows[0].get_closest_marker("sample")
+        chosen = sample_of([row.callspec.params for row in rows], *sample.args, **sample.kwargs)
         left_out.update(row for i, row in enumerate(rows) if i not in chosen)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))

@@ -20,11 +20,11 @@ def slug(text):
     return re.sub(r"\W+", "_", text).strip("_")
 
 
-def sample_of(rows, n):
+def sample_of(rows, n=1, of=dict):
     """-> numbers of rows, which are {parameter: value}: as few as have each value of each
     parameter, with n = 2 each pair of values, and so on. W is small where there is a choice, and
-    other values take turns."""
-    rows = [{name: repr(value) for name, value in row.items()} for row in rows]  # or no sets
+    other values take turns. of: a function of a row, what counts in place of it."""
+    rows = [{name: repr(value) for name, value in of(row).items()} for row in rows]  # for sets
     wanted = [set(combinations(sorted(row.items()), min(n, len(row)))) for row in rows]
     left = set().union(*wanted)
     times = Counter()

@@ -260,6 +260,7 @@ WRAPPERS = {"torch ddp": (DistributedDataParallel, 2 * PSI),
             "zero3": (Zero3, (3 - 2 / 4) * PSI + AGREED)}
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -255,7 +255,8 @@ def losses_of_a_step(model, gpt):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrapper", ["none", "ddp", "plain zero3", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("wrapper", ["none", "ddp", full("plain zero3"), full("zero1"),
+                                     full("zero2"), "zero3"])
 def test_blocks_and_loss_are_two_graphs(wrapper):
     """compile_blocks: without a break, and all blocks are one, although torch has more than eight
     of a function run uncompiled; in an evaluation, which has no gradients, two more. Hooks of a

@@ -571,6 +571,7 @@ def gradient_by_func(model, x):
     return torch.func.grad(lambda x: model(x).sum())(x)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("function", [tangents_by_jvp, tangents_by_vmap, tangents_by_jacfwd,

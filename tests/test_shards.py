@@ -171,6 +171,7 @@ def copies(students, teachers):
         q.copy_(p)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("average", [lerps, lerps_data, lerps_lists, copies])
