@@ -22,8 +22,8 @@ def slug(text):
 
 def sample_of(rows, n=1, of=dict):
     """-> numbers of rows, which are {parameter: value}: as few as have each value of each
-    parameter, with n = 2 each pair of values, and so on. W is small where there is a choice, and
-    other values take turns. of: a function of a row, what counts in place of it."""
+    parameter, with n = 2 each pair of values, and so on. Where there is a choice values take
+    turns, but W is the first. of: a function of a row, what counts in place of it."""
     rows = [{name: repr(value) for name, value in of(row).items()} for row in rows]  # for sets
     wanted = [set(combinations(sorted(row.items()), min(n, len(row)))) for row in rows]
     left = set().union(*wanted)
@@ -33,7 +33,7 @@ def sample_of(rows, n=1, of=dict):
         def rank(number):
             row = rows[number]
             others = [times[item] for item in row.items() if item[0] != "W"]
-            return -len(wanted[number] & left), int(row.get("W", 0)), sum(others)
+            return -len(wanted[number] & left), sum(others)
 
         number = min(range(len(rows)), key=rank)
         left -= wanted[number]

@@ -68,9 +68,9 @@ def ended(done, status):
     return done
 
 
-def tiny(tree, command, *words, **options):
+def tiny(tree, command, *words, start=bench, **options):
     """A tiny run of a command -> (the lines of its tables as {column: cell}, its folder)."""
-    done = bench(tree, command, "--rounds=1", *TINY, *words, **options)
+    done = start(tree, command, "--rounds=1", *TINY, *words, **options)
     [page] = (tree / "out" / "bench").glob(f"{command}_*.md")
     assert page.read_text() == done.stdout
     head = done.stdout.splitlines()[0]
@@ -163,8 +163,9 @@ def test_bits(tree):
 
 @pytest.mark.full
 def test_muon(tree):
-    """Muon keeps one average where AdamW keeps two, of the matrices of blocks."""
-    rows, _ = tiny(tree, "muon", "--worlds=2", "--modes=zero1")
+    """Muon keeps one average where AdamW keeps two, of the matrices of blocks. (By bench.sh itself,
+    and torchrun itself.)"""
+    rows, _ = tiny(tree, "muon", "--worlds=2", "--modes=zero1", start=bench_sh)
     adamw = value(find(rows, mode="zero1")["bytes a parameter"])
     muon = value(find(rows, mode="zero1 --optimizer muon")["bytes a parameter"])
     assert adamw == pytest.approx(12, rel=0.01) and 10 < muon < 11.5, (adamw, muon)
@@ -458,15 +459,14 @@ def test_results_outlive_a_kill(tree):
 
 
 def test_starts_do_not_touch_each_other(tree):
-    """Two at once have files of their own, and a third leaves both as they are. (It
-    is bench.sh itself, with torchrun itself.)"""
+    """Two at once have files of their own, and a third leaves both as they are."""
     once = partial(bench, tree, "bits", "--rounds=1", *TINY, "--worlds=1")
     two_at_a_time(once, ["--modes=single"] * 2)
     folder = tree / "out" / "bench"
     before = {path: path.read_text() for path in folder.glob("bits_*.*")}
     assert len(list(folder.glob("*.jsonl"))) == len(list(folder.glob("*.md"))) == 2, before
     assert len([path for path in folder.iterdir() if path.is_dir()]) == 2
-    bench_sh(tree, "bits", "--rounds=1", *TINY, "--worlds=1", "--modes=single")
+    once("--modes=single")
     assert {path: path.read_text() for path in before} == before
     assert len(list(folder.glob("*.jsonl"))) == 3
 
@@ -509,7 +509,7 @@ def mean_for_a_sum():
 
 
 @pytest.mark.parametrize("plant, wrong", [(nothing, ""), (silu_that_varies, "abc"),
-                                          (mean_for_a_sum, "b")])
+                                          full(mean_for_a_sum, "b")])
 def test_where_bits_differ(plant, wrong):
     """It answers each question on two ranks, and finds what was planted. In float64 norms of shards
     may differ, and so may a fused AdamW."""

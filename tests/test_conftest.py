@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import combinations, product
 
 import pytest
 
-from tests.params import ROOT
+from tests.params import ROOT, sample_of
 
 BROKEN = '''
 import os, signal, sys, threading, time
@@ -217,3 +218,56 @@ def test_takes_long():
     process.wait(60)
     assert process.returncode != 0
     assert_all_have_ended(tmp_path)
+
+
+# ---- samples
+
+
+def pairs_of(row):
+    return set(combinations(sorted(row.items()), 2))
+
+
+def test_samples_have_all_values():
+    """Each value once, or each pair of values; where there is a choice values take turns, but W is the
+    smallest."""
+    rows = [dict(a=a, b=b, W=W) for a, b, W in product("pqrst", "xy", (2, 3))]
+    sample = [rows[i] for i in sample_of(rows)]
+    assert [row["a"] for row in sample] == [*"pqrst"]
+    assert [row["b"] for row in sample] == [*"xyxyx"]
+    assert [row["W"] for row in sample] == [2, 3, 2, 2, 2]
+    sample = [rows[i] for i in sample_of(rows, 2)]
+    assert set().union(*map(pairs_of, sample)) == set().union(*map(pairs_of, rows))
+    assert len(sample) <= 12, "of 20"
+    assert len(sample_of(rows, of=lambda row: dict(b=row["b"]))) == 2
+
+
+ROWS = '''
+import pytest
+
+@pytest.mark.sample
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("a", ["ant", "bee", pytest.param("cat", marks=pytest.mark.full)])
+def test_rows(a):
+    pass
+
+@pytest.mark.full
+def test_alone():
+    pass
+'''
+ALL_ROWS = ["ant-W2", "ant-W3", "bee-W2", "bee-W3", "cat-W2", "cat-W3"]
+
+
+@pytest.mark.parametrize("words, rows", [
+    ([], ["ant-W2", "bee-W3"]),
+    (["--full"], [*ALL_ROWS, "alone"]),
+    (["-k", "bee"], ["bee-W2", "bee-W3"]),  # a sample of these
+    (["tests/test_x.py::test_rows[ant-W3]"], ["ant-W3"]),
+    (["tests/test_x.py::test_rows[cat-W3]"], ["cat-W3"])],
+    ids=["nothing", "full", "a_name", "an_id", "an_id_of_full"])
+def test_samples_run(words, rows, tmp_path):
+    """Without --full, unless a row is named by its whole id."""
+    run = copy_of_conftest(tmp_path, ROWS)
+    words = ["--collect-only", "-q", "-n", "0", *words]
+    done = subprocess.run([sys.executable, "-m", "pytest", *words], **run)
+    found = re.findall(r"^tests/test_x.py::test_(?:rows\[)?([^]\n]+)", done.stdout, re.MULTILINE)
+    assert found == rows, done.stdout
