@@ -141,6 +141,7 @@ def on_last_rank(net, change):
         change(net)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("fault", ["grows", "registers"])
@@ -170,6 +171,7 @@ def registers_own(net):
     net.register_buffer("late", torch.full((2,), float(dist.get_rank())))
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_buffers_that_change_alike(wrapper):
@@ -198,6 +200,7 @@ def test_buffers_that_change_alike(wrapper):
     raises(RuntimeError, "other buffers.*later", loop.step)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_buffers_may_be_a_ranks_own(wrapper):
@@ -406,6 +409,7 @@ def test_ranks_may_share_the_work_of_a_step(step):
     assert as_many == (step is torchs_stage_1), sent
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_may_leave_empty_shards_out(stage):

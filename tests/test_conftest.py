@@ -228,8 +228,8 @@ def pairs_of(row):
 
 
 def test_samples_have_all_values():
-    """Each value once, or each pair of values; where there is a choice values take turns, but W is the
-    smallest."""
+    """Each value once, or each pair of values. Where there is a choice values take turns, but W is
+    the smallest."""
     rows = [dict(a=a, b=b, W=W) for a, b, W in product("pqrst", "xy", (2, 3))]
     sample = [rows[i] for i in sample_of(rows)]
     assert [row["a"] for row in sample] == [*"pqrst"]

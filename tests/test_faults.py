@@ -156,6 +156,7 @@ def send(numbers, on_rank, is_torchruns=False):
     in_update(2, on_rank, raise_all, numbers)
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("n_ranks, mode, on_rank", [(1, "single", 0), (3, "zero2", 1),
                                                     full(2, "ddp", None), full(2, "zero3", 0)])

@@ -923,6 +923,7 @@ def test_names_are_those_that_the_module_has_now(wrapper):
         assert torch.equal(own, whole[piece.first:piece.first + len(own)]), key
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", *STAGES])
 @pytest.mark.parametrize("script", SCRIPTS)

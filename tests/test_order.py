@@ -146,6 +146,7 @@ def assert_means(model, orders_of_ranks):
         torch.testing.assert_close(gradient.as_subclass(torch.Tensor).flatten(), part)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", OURS)
 @pytest.mark.parametrize("skips", [0, 1])
@@ -180,6 +181,7 @@ def test_first_orders_differ(wrapper, skips):
         assert names_of(model._units) == ["the root", "0", "5", "2", "3", "4", "1"]
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", OURS)
 @pytest.mark.parametrize("skips", [0, 1])
@@ -218,6 +220,7 @@ def evaluates(model):
     model.module.order = LATE
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", OURS)
 @pytest.mark.parametrize("begins", [in_no_sync, raises_in_backward, raises_in_forward, evaluates])
@@ -266,6 +269,7 @@ def test_compiled_blocks(wrapper):
 # ---- what is sent to agree, once
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_what_agreeing_costs(wrapper):
