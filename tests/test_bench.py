@@ -142,10 +142,10 @@ def test_modes(tree):
     for what in ("modes", folder.with_suffix(".jsonl")):
         assert bench(tree, "table", what).stdout == text
     assert "at 5.0 a device hour" in bench(tree, "table", "modes", "--price=5").stdout
-    if importlib.util.find_spec("matplotlib"):
-        words = [sys.executable, "bench/pictures.py", "modes"]
-        subprocess.run(words, cwd=tree, check=True, capture_output=True)
-        assert ">zero3<" in (tree / "assets" / "modes.svg").read_text()
+    pytest.importorskip("matplotlib", reason="pip install matplotlib, for the picture")
+    words = [sys.executable, "bench/pictures.py", "modes"]
+    subprocess.run(words, cwd=tree, check=True, capture_output=True)
+    assert ">zero3<" in (tree / "assets" / "modes.svg").read_text()
 
 
 def test_bits(tree):
@@ -245,10 +245,10 @@ def test_buckets(rates, tree):
         for size in ("1", "4", "25", "100"):
             times[f"{size} MB"] = value(row[f"{size} MB: step ms"])
         assert times[row["best"]] == min(times.values()), row
-    if importlib.util.find_spec("matplotlib"):
-        words = [sys.executable, "bench/pictures.py", "buckets", "--into", str(folder)]
-        subprocess.run(words, cwd=tree, check=True, capture_output=True)
-        assert "loopback, W = 2" in (folder / "buckets.svg").read_text()
+    pytest.importorskip("matplotlib", reason="pip install matplotlib, for the picture")
+    words = [sys.executable, "bench/pictures.py", "buckets", "--into", str(folder)]
+    subprocess.run(words, cwd=tree, check=True, capture_output=True)
+    assert "loopback, W = 2" in (folder / "buckets.svg").read_text()
 
 
 def test_precision(tree):
@@ -272,10 +272,10 @@ def test_precision(tree):
         text = (folder.with_suffix(".md")).read_text()
         assert f"| {row['training loss']} | {over:+.4f} |" in text
     assert losses["--dtype bf16"] != losses["--dtype fp32"]
-    if importlib.util.find_spec("matplotlib"):
-        words = [sys.executable, "bench/pictures.py", "precision", "--into", str(folder)]
-        subprocess.run(words, cwd=tree, check=True, capture_output=True)
-        assert "single dtype fp16" in (folder / "precision.svg").read_text()
+    pytest.importorskip("matplotlib", reason="pip install matplotlib, for the picture")
+    words = [sys.executable, "bench/pictures.py", "precision", "--into", str(folder)]
+    subprocess.run(words, cwd=tree, check=True, capture_output=True)
+    assert "single dtype fp16" in (folder / "precision.svg").read_text()
 
 
 def test_overhead(tree):
