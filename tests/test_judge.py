@@ -275,7 +275,8 @@ def verify(folder, *words):
 
 
 @pytest.mark.parametrize("file, words, status, fact", [
-    ("right/small.py", ["W=2 even"], 0, "same bits, 0 close, 0 wrong, 0 refused, 0 hung, 0 died"),
+    full("right/small.py", ["W=2 even"], 0,
+         "same bits, 0 close, 0 wrong, 0 refused, 0 hung, 0 died"),
     ("wrong/not_divided.py", ["W=2 even"], 1, " 2 wrong, 0 refused, 0 hung, 0 died"),
     full("right/small.py", ["--list", "clipped"], 0, "judged W=4 lora, clipped True"),
     ("none.py", [], 2, "none.py: FileNotFoundError"),
