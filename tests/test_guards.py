@@ -45,11 +45,11 @@ def recorded(wrapper, name, **options):
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("wrapper, modules, options, W", [
     training(2, "ddp, 1 kB", "gpt", "mixed", "caller", micro_steps=2),
-    training(2, "zero1", "gpt", "mixed", "caller", micro_steps=2),
+    full_training(2, "zero1", "gpt", "mixed", "caller", micro_steps=2),
     training(2, "zero2", "gpt", "mixed", "caller", micro_steps=2),
     training(2, "zero3", "gpt", "mixed", "caller", micro_steps=2),
-    training(3, "ddp", "odd", "skipping"),
-    training(3, "zero1", "odd", "skipping"),
+    full_training(3, "ddp", "odd", "skipping"),
+    full_training(3, "zero1", "odd", "skipping"),
     training(3, "zero3", "odd", "skipping"),
     *(full_training(W, wrapper, micro_steps=2) for W, wrapper in product((2, 3), PLAIN))])
 def test_guards_change_nothing(wrapper, modules, options):

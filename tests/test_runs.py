@@ -94,7 +94,7 @@ def chain(family, *legs, is_sampled=True, **options):
     add_story(family, name, *runs, is_sampled=is_sampled)
 
 
-def disturbed(mode, status, fact, on_rank, act, *arguments):
+def disturbed(mode, status, fact, on_rank, act, *arguments, is_sampled=True):
     """A run of two ranks that ends in its second or third step, and one that goes on.
 
     status: of rank 0. fact: what its stderr has to match. The others say what is planted.
@@ -104,7 +104,8 @@ def disturbed(mode, status, fact, on_rank, act, *arguments):
     words = [getattr(argument, "name", str(argument)) for argument in arguments]
     what = " ".join([act.__name__, *words])
     add_story("two", f"{mode} on 2, rank {on_rank}: {what}",
-              dict(options, timeout_s=3, status=status, fact=fact, plant=plant), options)
+              dict(options, timeout_s=3, status=status, fact=fact, plant=plant), options,
+              is_sampled=is_sampled)
 
 
 # Stages 2 and 3 add as one process does, for any W x micro-steps = 12, or 60.
@@ -162,15 +163,15 @@ one("two", 2, "torch-zero1")
 one("two", 2, "torch-fsdp-kept", is_sampled=False)
 one("two", 2, "zero3", shard_size=1, offload=True)
 one("two", 2, "zero2", shard_size=2)
-disturbed("zero3", 1, LOST, 1, math.sqrt, -1)  # raises
+disturbed("zero3", 1, LOST, 1, math.sqrt, -1, is_sampled=False)  # raises
 disturbed("zero1", 1, LOST, 1, time.sleep, 60)
 # What gloo says when this rank was frozen for longer than the time limit.
 disturbed("zero2", 1, "step 2: .*pair closure", 0, fail,
           "Application timeout caused pair closure")
 disturbed("ddp", 1, LOST, 1, signal.raise_signal, signal.SIGKILL)
-disturbed("zero3", 1, LOST, 1, signal.raise_signal, signal.SIGSTOP)
+disturbed("zero3", 1, LOST, 1, signal.raise_signal, signal.SIGSTOP, is_sampled=False)
 disturbed("zero3", 143, "step [23]", 1, signal.raise_signal, signal.SIGTERM)
-disturbed("ddp", 130, "step [23]", 0, signal.raise_signal, signal.SIGINT)
+disturbed("ddp", 130, "step [23]", 0, signal.raise_signal, signal.SIGINT, is_sampled=False)
 disturbed("zero2", 1, "step 2.*File too large", 1, resource.setrlimit, resource.RLIMIT_FSIZE,
           (10_000, 10_000))
 
@@ -406,7 +407,7 @@ def under_torchrun(folder, plant, n_ranks, n_nodes, port, **options):
     elastic_launch(config, execute)(flags(**options), folder, {}, plant)
 
 
-@pytest.mark.parametrize("event", ["rank 0 dies in fsync", "a node dies",
+@pytest.mark.parametrize("event", [full("rank 0 dies in fsync"), "a node dies",
                                    full("rank 0 dies in rename"), full("a node joins")])
 def test_torchrun_goes_on(event, tmp_path):
     """After kill -9 of a rank in the middle of a checkpoint, or of a whole node, and when a node

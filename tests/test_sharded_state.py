@@ -124,6 +124,7 @@ OTHERS = [("plain", "zero3", 3), ("ddp", "zero2", 2), ("zero1", "torch_ddp", 2),
           ("ddp_plain", "zero1", 2), ("zero2_plain", "ddp_plain", 2)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("first, second, n_ranks", [*JOURNEYS, *(full(*j) for j in OTHERS)])
 def test_any_wrapper_reads_another(first, second, n_ranks, optimizer, groups, tmp_path):
@@ -202,6 +203,7 @@ OTHER_WHOLE_JOURNEYS = [("zero2", 3, "plain", 1), ("ddp", 2, "zero3", 4), ("zero
                         ("zero3", 1, "ddp", 4), ("ddp", 3, "plain", 1)]
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("first, n_first, second, n_second",
                          [*WHOLE_JOURNEYS, *(full(*j) for j in OTHER_WHOLE_JOURNEYS)])
@@ -262,6 +264,7 @@ def two_groups(parameters):
                              foreach=False, amsgrad=True)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("kind", [DDP, Zero1, Zero2, Zero3])
 def test_whole_state_is_torchs(kind):

@@ -43,6 +43,7 @@ QUESTIONS = {"shape": fan_in, "size": lambda p: p.size(0), "numel": torch.numel,
              "detached": lambda p: p.detach().size()}
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("question", QUESTIONS)
