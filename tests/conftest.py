@@ -85,22 +85,21 @@ def pytest_make_parametrize_id(val, argname):
     return getattr(val, "__name__", None)
 
 
-@pytest.hookimpl(trylast=True)  # after -k, so that a sample is of what it leaves
 def pytest_collection_modifyitems(config, items):
     """Without --full leave out what is marked full and, of tests that are marked sample, what is
-    not in their samples. A row that is named by its whole id runs anyway."""
+    not in their samples. But all runs that -k chooses and is not marked full, and a row that is
+    named by its whole id."""
     if config.getoption("full"):
         return
     named = [word for word in config.args if "[" in word]
     left_out = set()
     tests = {}  # {a test: its rows}, of those that are marked sample
     for item in items:
-        sample = item.get_closest_marker("sample")
         if any(word.endswith(item.nodeid) for word in named):
             continue
         if item.get_closest_marker("full"):
             left_out.add(item)
-        elif sample is not None:
+        elif item.get_closest_marker("sample") and not config.option.keyword:
             tests.setdefault((item.path, item.originalname), []).append(item)
     for rows in tests.values():
         sample = rows[0].get_closest_marker("sample")
