@@ -33,7 +33,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """For all processes: CPU only, one thread a rank, warnings as pyproject.toml says, and the
     buffers that Python has where nothing else is asked for."""
-    os.environ.pop("PYTHONUNBUFFERED", None)
+    for name in ("PYTHONUNBUFFERED", "PYTEST_ADDOPTS"):  # or a pytest that a test starts has it
+        os.environ.pop(name, None)
     warnings = ",".join(config.getini("filterwarnings"))
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", KINETO_LOG_LEVEL="99",
                       TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS=warnings)
