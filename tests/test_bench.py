@@ -423,7 +423,7 @@ def start_and_signal(tree, number):
     """Send a signal to all processes of a start while its second row makes steps -> the start,
     which has ended, and what it has printed."""
     words = ["-m", "bench", "modes", "--rounds=1", *TINY, "--worlds=2", "--modes=ddp zero3",
-             "--max_steps=150", "--log_interval=1"]
+             "--max_steps=400", "--log_interval=1"]
     pattern = "out/bench/modes_*/zero3, W=2, round 1.log"
     with started_python(words, tree) as (started, printed):
         deadline = time.monotonic() + 500
@@ -444,6 +444,8 @@ def test_a_signal_stops_all(number, tree):
     assert [row["mode"] for row in rows_of_tables(text)] == ["ddp"], text
     [page] = (tree / "out" / "bench").glob("modes_*.md")
     assert page.read_text() == text
+    [log] = tree.glob("out/bench/modes_*/zero3, W=2, round 1.log")
+    assert "RESULT" not in log.read_text(), "it came to its end"
     assert processes_of(tree) == []
 
 
