@@ -233,6 +233,7 @@ def test_link(modes, tree):
     assert processes_of(tree) == [] and namespaces() <= before
 
 
+@pytest.mark.full  # its runs are those of test_modes, but for the size of a bucket
 @pytest.mark.parametrize("rates", [[], pytest.param(["1gbit"], marks=[needs_link, pytest.mark.full],
                                                      id="over_a_link")])
 def test_buckets(rates, tree):

@@ -133,7 +133,7 @@ def assert_same(wrapper, modules, naive="naive", around=None, **options):
     training(2, "zero3", "lora", "odd", optimizer=sgd),
     full_training(3, "zero2", "lora", "odd", optimizer=foreach),
     training(3, "zero3", "lora", "odd", optimizer=foreach),
-    *(training(2, "ddp, 1 kB", "odd", "lora", odd_step=odd_step) for odd_step in ODD_STEPS),
+    *(full_training(2, "ddp, 1 kB", "odd", "lora", odd_step=odd_step) for odd_step in ODD_STEPS),
     *(training(2, "zero3", "odd", "lora", odd_step=odd_step) for odd_step in ODD_STEPS),
     *full_options()])
 def test_options_change_no_bit(wrapper, modules, options):

@@ -33,11 +33,11 @@ def parameters():
 
 
 def what_counts(row):
-    """In a sample: each check of DDP and of each stage, however they are set, and each W."""
+    """In a sample: each check, DDP and each stage, however they are set, and each W."""
     arguments = row["arguments"]
     names = [arguments[name] for name in ("wrapper", "stage", "ours") if name in arguments]
-    kinds = [re.match("[a-z]*[0-9]?", str(name))[0] for name in names]
-    return dict(check=(row["check"], *kinds), W=row["W"])
+    kinds = [re.search("[a-z]+$|[0-9]|$", str(name).split(" ")[0])[0] for name in names]
+    return dict(check=row["check"], kinds=kinds, W=row["W"])
 
 
 @pytest.mark.sample(1, of=what_counts)
