@@ -49,6 +49,7 @@ def test_proof(check, arguments):
     check(**arguments)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero2", "zero3"])
 def test_traffic_of_native_collectives(wrapper):
