@@ -61,6 +61,7 @@ def test_uncut_has_the_bits_of_one_process(wrapper, modules, options):
         compare(WRAPPERS[wrapper], name, f"{wrapper}, {name}", **options)
 
 
+@pytest.mark.sample
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_small_buckets(stage):
