@@ -388,11 +388,11 @@ def run_rows(name, words, signals):
     say(f"these are in {page.relative_to(ROOT)}")
     if signals:
         return 128 + signals[0]
-    found = read_results(results)
-    if command.draws and found.runs:
+    finished = read_results(results)
+    if command.draws and finished.runs:
         words = [sys.executable, "bench/pictures.py", name, str(results), "--into", str(folder)]
         subprocess.run(words, cwd=ROOT, stdout=sys.stderr)  # stdout has the tables alone
-    return 1 if found.failed else 0
+    return 1 if finished.failed else 0
 
 
 # -------------------------------------------------------------------------------------------------

@@ -142,11 +142,11 @@ def difference(collective, source):
         flat = source.clone()
         function(flat)
         results.append(collective.result(flat))
-    found, expected = results
+    ours, expected = results
     tolerance = 1e-6 * dist.get_world_size() if collective.sums else 0.0
     distance = 0.0
-    if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
-        distance = (found - expected).abs().max().nan_to_num(nan=math.inf).item()
+    if not torch.allclose(ours, expected, rtol=tolerance, atol=tolerance):
+        distance = (ours - expected).abs().max().nan_to_num(nan=math.inf).item()
     largest = torch.tensor([distance], dtype=torch.float64, device=source.device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
@@ -270,18 +270,18 @@ def stop(why):
 
 def read_size(text):
     """"64kB" -> 65536."""
-    found = re.fullmatch(r"(\d+)(B|kB|MB|GB)", text)
-    if found is None or int(found[1]) == 0:
+    match = re.fullmatch(r"(\d+)(B|kB|MB|GB)", text)
+    if match is None or int(match[1]) == 0:
         refuse(f"size {text}: choose sizes such as \"1kB 4MB\"")
-    return int(found[1]) * UNITS[found[2]]
+    return int(match[1]) * UNITS[match[2]]
 
 
 def read_rate(text):
     """"1gbit" -> bytes a second."""
-    found = re.fullmatch(r"(\d+\.?\d*)([kmg]?)bit", text)
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+\.?\d*)([kmg]?)bit", text)
+    if match is None or float(match[1]) == 0:
         refuse(f"--rate {text}: choose a rate such as 1gbit or 100mbit")
-    return float(found[1]) * BITS[found[2]] / 8
+    return float(match[1]) * BITS[match[2]] / 8
 
 
 def parse_arguments():

@@ -90,12 +90,12 @@ def difference_in(step, name, a, b):
 
 def differences_in(name, steps, entries_a, entries_b):
     """-> [Difference] of all these steps in which the number of that name differs."""
-    found = []
+    differences = []
     for step in steps:
         difference = difference_in(step, name, entries_a[step], entries_b[step])
         if difference is not None:
-            found.append(difference)
-    return found
+            differences.append(difference)
+    return differences
 
 
 def size_of(difference):
@@ -114,13 +114,13 @@ def print_metrics(steps, entries_a, entries_b):
     print("| " + " | ".join(["---"] * len(head)) + " |")
     are_equal = True
     for name in NUMBERS:
-        found = differences_in(name, steps, entries_a, entries_b)
+        differences = differences_in(name, steps, entries_a, entries_b)
         cells = ["-"] * 5 + ["0", "-", "-"]
-        if found:
+        if differences:
             are_equal = False
-            first, largest = found[0], max(found, key=size_of)
+            first, largest = differences[0], max(differences, key=size_of)
             cells = [str(first.step), number(first.a), number(first.b), f"{first.absolute:.3g}",
-                     f"{first.relative:.3g}", str(len(found)), f"{largest.absolute:.3g}",
+                     f"{first.relative:.3g}", str(len(differences)), f"{largest.absolute:.3g}",
                      str(largest.step)]
         print(f"| {name} | " + " | ".join(cells) + " |")
     print()

@@ -240,7 +240,7 @@ def values_of(kind, line):
 
 def read_answers(path):
     """-> [(budget_mb, flags, {Question: Answer})], one for each budget and flags in the file."""
-    found = []
+    searches = []
     for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), start=1):
         try:
             line = json.loads(line)
@@ -248,12 +248,12 @@ def read_answers(path):
             budget_mb, flags = line["budget_mb"], line["flags"]
         except (ValueError, TypeError, KeyError) as error:
             refuse(f"{path}: line {number} is no trial of fit.py: {error}")
-        same = [answers for *facts, answers in found if facts == [budget_mb, flags]]
+        same = [answers for *facts, answers in searches if facts == [budget_mb, flags]]
         if not same:
             same = [{}]
-            found.append((budget_mb, flags, same[0]))
+            searches.append((budget_mb, flags, same[0]))
         same[0][question] = answer
-    return found
+    return searches
 
 
 def known_answers(path, budget_mb, flags):
@@ -324,32 +324,32 @@ def belongs(mode, W):
 
 
 @dataclasses.dataclass
-class Found:
+class Outcome:
     """What a search has found so far."""
     models: dict  # {(mode, W): the largest number of layers}
     named: list  # two Questions: one process, and most ranks, of one model
     batches: dict  # {(mode, W, number of layers): the largest micro batch}
 
 
-def find(search, modes, worlds, found):
+def find(search, modes, worlds, outcome):
     """Search, and note all that is found, as a search may be interrupted."""
     for W in worlds:
         for mode in modes:
             if belongs(mode, W):
                 fits = functools.partial(layers_fit, search, mode, W)
-                found.models[mode, W] = largest(fits, estimate_layers(search, mode, W))
+                outcome.models[mode, W] = largest(fits, estimate_layers(search, mode, W))
     most = max(worlds)
-    at_most = {mode: n for (mode, W), n in found.models.items() if W == most}
+    at_most = {mode: n for (mode, W), n in outcome.models.items() if W == most}
     if "single" in modes and at_most.get("zero3", 0) > 0:
         for mode, W in (("single", 1), ("zero3", most)):
             question = Question(mode, W, at_most["zero3"], 1)
             ask(search, question)
-            found.named.append(question)
+            outcome.named.append(question)
     n_layer = min(at_most.values(), default=0)  # of the largest model that all of them train
     if n_layer > 0:
         for mode in at_most:
             fits = functools.partial(batch_fits, search, mode, most, n_layer)
-            found.batches[mode, most, n_layer] = largest(fits, 1)
+            outcome.batches[mode, most, n_layer] = largest(fits, 1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -414,13 +414,13 @@ def print_batches(search, batches):
     print_table(["mode", "W", "largest micro batch", "tokens/s with it"], lines)
 
 
-def print_found(search, found):
-    if found.models:
-        print_models(search, found.models)
-    if len(found.named) == 2:
-        print_named(search, found.named)
-    if found.batches:
-        print_batches(search, found.batches)
+def print_outcome(search, outcome):
+    if outcome.models:
+        print_models(search, outcome.models)
+    if len(outcome.named) == 2:
+        print_named(search, outcome.named)
+    if outcome.batches:
+        print_batches(search, outcome.batches)
     sys.stdout.flush()
 
 
@@ -441,12 +441,12 @@ def largest_trained(answers):
 def draw(path):
     """A file of answers -> assets/fit.svg."""
     try:
-        found = read_answers(path)
+        searches = read_answers(path)
     except OSError as error:
         refuse(f"draw {path}: {error.strerror}")
-    if len(found) != 1:
-        refuse(f"draw {path}: it has trials of {len(found)} budgets or flags: draw takes one")
-    [(budget_mb, _, answers)] = found
+    if len(searches) != 1:
+        refuse(f"draw {path}: it has trials of {len(searches)} budgets or flags: draw takes one")
+    [(budget_mb, _, answers)] = searches
     sizes = largest_trained(answers)
     if not sizes:
         refuse(f"draw {path}: no model has trained")
@@ -543,19 +543,19 @@ def main():
     if arguments.results is not None:
         answers = known_answers(arguments.results, arguments.budget_mb, flags)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-    found = Found({}, [], {})
+    outcome = Outcome({}, [], {})
     status = 0
     with tempfile.TemporaryDirectory() as folder:
         search = Search(arguments.budget_mb, flags, folder, arguments.results, answers)
         try:
-            find(search, arguments.modes, arguments.worlds, found)
+            find(search, arguments.modes, arguments.worlds, outcome)
         except KeyboardInterrupt:
             print("\nfit.py: interrupted", file=sys.stderr)
             status = 130
         except Stop as reason:
             print(f"\nfit.py: {reason}", file=sys.stderr)
             status = 1
-        print_found(search, found)
+        print_outcome(search, outcome)
     return status
 
 

@@ -210,12 +210,12 @@ def imported_by(name):
                 modules.update(alias.name.split(".")[0] for alias in node.names)
             if isinstance(node, ast.ImportFrom):
                 modules.add(node.module.split(".")[0])
-    found = []
+    imported = []
     for other in FILES:
         module = other.removesuffix(".py").removesuffix("/")
         if other != name and module in modules:
-            found.append(other)
-    return found
+            imported.append(other)
+    return imported
 
 
 def rounded_lines(name):

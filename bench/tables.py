@@ -159,8 +159,8 @@ def print_bits(results):
             continue
         line = [row]
         for label, W in columns:
-            found = results.runs.get((label, row, W))
-            line.append(f"`{found[0]['param_sha256'][:8]}`" if found else "-")
+            runs = results.runs.get((label, row, W))
+            line.append(f"`{runs[0]['param_sha256'][:8]}`" if runs else "-")
         lines.append(line)
     head = ["mode"]
     for label, W in columns:

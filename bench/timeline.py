@@ -303,11 +303,11 @@ def label_of(span):
     """The number of the block that a bar belongs to, or whose parameter is the first of its bucket;
     r for the root, whose last norm begins the first bucket of DDP. Before it, of what is on its
     way, p for parameters, g for gradients. Nothing for a wait."""
-    found = re.search(r"block\w*\W(\d+)", span.what)
+    match = re.search(r"block\w*\W(\d+)", span.what)
     if span.kind == "sent":
         first_letter = kind_of_sent(span)[0]
-        return first_letter + (found[1] if found else "r")
-    return found[1] if found and span.kind in ("forward", "backward") else ""
+        return first_letter + (match[1] if match else "r")
+    return match[1] if match and span.kind in ("forward", "backward") else ""
 
 
 def draw_lane(axes, spans, begin_ms, lane):

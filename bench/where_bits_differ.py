@@ -64,12 +64,12 @@ def as_integers(t):
     return t.contiguous().view({4: torch.int32, 8: torch.int64}[t.itemsize])
 
 
-def differences(expected, found):
+def differences(expected, actual):
     """{name: tensor} twice -> {name: largest difference, over the largest value} of those whose
     bits differ."""
     worst = {}
     for name, t in expected.items():
-        other = found[name]
+        other = actual[name]
         if not torch.equal(as_integers(t), as_integers(other)):
             largest = t.abs().max().clamp(min=torch.finfo(t.dtype).tiny)
             worst[name] = ((t - other).abs().max() / largest).item()
@@ -101,9 +101,9 @@ class Report:
         if dist.get_rank() == 0:
             print(f"{question}  -       {case}: {why}", flush=True)
 
-    def compare(self, question, case, expected, found):
+    def compare(self, question, case, expected, actual):
         """{name: tensor} twice, of this rank; all ranks call it."""
-        worst = differences(expected, found)
+        worst = differences(expected, actual)
         of_ranks = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, worst)
         together = {}
@@ -327,10 +327,10 @@ def ask_f(step, report, gradients):
             for own, of_gradients in zip(cut(weights, W), cut(gradients, W)):
                 slices.append(update(own, of_gradients, **options))
             joined = [torch.cat(parts) for parts in zip(*slices)]
-            found = {}
+            pieces = {}
             for name, t in zip(names, joined):
-                found[name] = t.view(whole[name].shape)
-            report.compare("f", f"{kernel} AdamW, {W} slices", whole, found)
+                pieces[name] = t.view(whole[name].shape)
+            report.compare("f", f"{kernel} AdamW, {W} slices", whole, pieces)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -293,10 +293,10 @@ class Recorder:
     def watched_all_reduce(self, all_reduce):
         """That of two ranks. It writes where it reads, so what it reads is noted before."""
         def start(t, *arguments, **options):
-            found = dict(zip(addresses(t), t.tolist()))
+            values = dict(zip(addresses(t), t.tolist()))
             work = all_reduce(t, *arguments, **options)
-            self.kinds.update(dict.fromkeys(found, "s"))
-            end = self.start(self.messages(1 - self.rank, t), found)
+            self.kinds.update(dict.fromkeys(values, "s"))
+            end = self.start(self.messages(1 - self.rank, t), values)
 
             def wait():
                 work.wait()
@@ -357,33 +357,33 @@ class Recorder:
 
     def parts(self):
         """[(row, number of the unit, slot, what `parts_in_memory` has of it)]"""
-        found = []
+        every_part = []
         for unit, slot in enumerate(self.model._slots.values()):
             for row, parts in parts_in_memory(slot, self.optimizer).items():
-                found.append((row, unit, slot, parts))
-        return found
+                every_part.append((row, unit, slot, parts))
+        return every_part
 
     def places(self):
         """{address of an element: (row, number of the unit, number of the element)}"""
-        found = {}
+        place_of = {}
         for row, unit, _, parts in self.parts():
             for first, t in parts:
                 for i, address in enumerate(addresses(t), first):
-                    found[address] = row, unit, i
-        return found
+                    place_of[address] = row, unit, i
+        return place_of
 
     def messages(self, peer, t):
         """[[from, to, row, unit, first element, elements]] of t, which goes to a peer. A chunk of
         DDP may lie in two parameters, and so be two of these."""
         places = self.places()
-        found = []
+        stretches = []
         for address in addresses(t):
             row, unit, i = places[address]
-            if found and found[-1][2:4] == [row, unit]:
-                found[-1][5] += 1
+            if stretches and stretches[-1][2:4] == [row, unit]:
+                stretches[-1][5] += 1
             else:
-                found.append([self.rank, peer, row, unit, i, 1])
-        return found
+                stretches.append([self.rank, peer, row, unit, i, 1])
+        return stretches
 
     def note(self, what, **more):
         """An event."""
@@ -410,21 +410,21 @@ class Recorder:
 
     def cell(self, row, slot, parts, i, before):
         """Element i, as a letter and a number. before: the same at the last event."""
-        found = []  # (address, tensor, number of the element in it)
+        places = []  # (address, tensor, number of the element in it)
         for first, t in parts:
             if first <= i < first + t.numel():
-                found.append((addresses(t)[i - first], t, i - first))
-        if not found:
+                places.append((addresses(t)[i - first], t, i - first))
+        if not places:
             return "."
-        if row == "g" and found[0][0] not in self.kinds:
-            found.reverse()  # the mean has memory, but is not there yet
-        address, t, index = found[0]
+        if row == "g" and places[0][0] not in self.kinds:
+            places.reverse()  # the mean has memory, but is not there yet
+        address, t, index = places[0]
         kind = self.kinds.get(address, "z") if row == "g" else "v"
         if row == "p" and isinstance(slot.bucket, zero.ShardedBucket):
             unit = slot.bucket.unit
             if t is not slot.shard and not unit.is_current:
                 kind = "x"
-        if len({place for place, *_ in found}) == 2:
+        if len({place for place, *_ in places}) == 2:
             kind = kind.upper()
         if kind == "z":
             return kind
@@ -628,14 +628,14 @@ def main():
         PAGE.write_text(head + BEGIN + text + END + tail)
         return
     try:
-        found = difference(runs_of(on_page), runs)
+        fact = difference(runs_of(on_page), runs)
         text = as_text(runs, times_on_page(on_page))
     except (ValueError, LookupError) as error:
-        found = f"its record cannot be read: {error!r}"
-    if found is None and on_page != text:
-        found = "the samples, or the form of the record"
-    if found:
-        sys.exit(f"docs/step.html differs: {found}. To record anew: python docs/record_step.py")
+        fact = f"its record cannot be read: {error!r}"
+    if fact is None and on_page != text:
+        fact = "the samples, or the form of the record"
+    if fact:
+        sys.exit(f"docs/step.html differs: {fact}. To record anew: python docs/record_step.py")
 
 
 if __name__ == "__main__":

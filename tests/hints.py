@@ -15,28 +15,28 @@ import torch
 # a tensor
 
 
-def difference(what, expected, found, contributions=()):
+def difference(what, expected, actual, contributions=()):
     """How a tensor differs from the one that is expected, and the mistake that looks like it."""
     right = expected[what]
-    if found.shape != right.shape or found.dtype != right.dtype:
-        return (f"is {tuple(found.shape)} {found.dtype}, expected is {tuple(right.shape)} "
+    if actual.shape != right.shape or actual.dtype != right.dtype:
+        return (f"is {tuple(actual.shape)} {actual.dtype}, expected is {tuple(right.shape)} "
                 f"{right.dtype}")
     is_alike = partial(torch.allclose, rtol=0.02 if right.dtype.itemsize == 2 else 1e-4, atol=1e-9)
-    found = found.double()
+    actual = actual.double()
     right = right.double()
-    if found.isnan().any():
+    if actual.isnan().any():
         return "has nan: it was read before it was there, or never written?"
-    ratio = (found.norm() / right.norm()).item()
-    fact = f"has norm {ratio:.4f} x expected, largest difference {(found - right).abs().max():.2g}"
-    for text, suspect in suspects(what, expected, found, ratio, contributions):
-        if is_alike(found, suspect.double()):
+    ratio = (actual.norm() / right.norm()).item()
+    fact = f"has norm {ratio:.4f} x expected, largest difference {(actual - right).abs().max():.2g}"
+    for text, suspect in suspects(what, expected, actual, ratio, contributions):
+        if is_alike(actual, suspect.double()):
             return f"{fact}: {text}"
-    if is_alike(found.flatten().sort().values, right.flatten().sort().values):
+    if is_alike(actual.flatten().sort().values, right.flatten().sort().values):
         return f"{fact}: the right values are in wrong places"
     return fact
 
 
-def suspects(what, expected, found, ratio, contributions):
+def suspects(what, expected, actual, ratio, contributions):
     """Pairs: what a mistake looks like, and the tensor that it makes."""
     right = expected[what].double()
     zero = torch.zeros_like(right)
@@ -56,7 +56,7 @@ def suspects(what, expected, found, ratio, contributions):
         if other != what and t.shape == right.shape:
             t = t.double()
             yield f"it is {other}", t
-            times = (found - right).flatten().dot(t.flatten()) / t.square().sum()
+            times = (actual - right).flatten().dot(t.flatten()) / t.square().sum()
             yield f"{times:.3g} x {other} is added to it: not zeroed?", right + times * t
 
 
@@ -64,9 +64,9 @@ def suspects(what, expected, found, ratio, contributions):
 # a step
 
 
-def is_alike(found, right):
+def is_alike(actual, right):
     """But for what fp32 rounds off a parameter, beside which its step is small."""
-    return bool((found - right).norm() <= 0.01 * right.norm())
+    return bool((actual - right).norm() <= 0.01 * right.norm())
 
 
 class Wrong:
@@ -88,8 +88,8 @@ class Wrong:
 
     def how_far(self):
         """The first wrong gradient beside the one that is expected."""
-        found = self.gradients[self.first]
-        if found.isnan().any():
+        actual = self.gradients[self.first]
+        if actual.isnan().any():
             return "nan: read before it was there, or never written?"
         if torch.equal(self.after[self.first], self.before[self.first]):
             return "it has not moved: does the optimizer get it, and is its .grad there?"
@@ -99,22 +99,22 @@ class Wrong:
             return ("no rank has used it, so its .grad should be None, and it should stay; a "
                     "gradient of zeros lets its weights decay")
         expected = self.parts[self.first].sum(dim=(0, 1))
-        if is_alike(found, expected):
-            percent = 100 * (found - expected).norm() / expected.norm()
+        if is_alike(actual, expected):
+            percent = 100 * (actual - expected).norm() / expected.norm()
             return f"its gradient is {percent:.2g} % off: rounded to 16 bits on its way?"
-        factor = found.dot(expected) / expected.square().sum()
-        if is_alike(found, factor * expected):
+        factor = actual.dot(expected) / expected.square().sum()
+        if is_alike(actual, factor * expected):
             return f"its gradient is {factor:.3g} x expected"
-        ratio = found.norm() / expected.norm()
+        ratio = actual.norm() / expected.norm()
         return f"its gradient has norm {ratio:.3g} x expected, and is no multiple of it"
 
     def hint(self):
         """The mistake that looks like it, or an empty text, also where `how_far` says enough."""
-        found, parts = self.gradients[self.first], self.parts[self.first]
+        actual, parts = self.gradients[self.first], self.parts[self.first]
         has_moved = not torch.equal(self.after[self.first], self.before[self.first])
-        if parts is None or found.isnan().any() or not has_moved:
+        if parts is None or actual.isnan().any() or not has_moved:
             return ""
-        if is_alike(found, parts.sum(dim=(0, 1))):
+        if is_alike(actual, parts.sum(dim=(0, 1))):
             return ""
         if self.is_added_to():
             return "the gradient of the step before is added to it: not zeroed?"
@@ -151,9 +151,9 @@ class Wrong:
         expected = self.parts[self.first].sum(dim=(0, 1))
         more = self.gradients[self.first] - expected
         times = more.dot(earlier) / earlier.square().sum()
-        found = self.gradients[self.first]
+        actual = self.gradients[self.first]
         is_much = times * earlier.norm() > 0.1 * expected.norm()
-        return bool(is_much) and is_alike(expected + times * earlier, found)
+        return bool(is_much) and is_alike(expected + times * earlier, actual)
 
     def multiples(self):
         """By how much the gradient of each micro batch is multiplied in what was found, where 1 is
@@ -161,7 +161,7 @@ class Wrong:
         together, or else of the first."""
         used = [name for name in self.names if self.parts[name] is not None]
         for names in (used, [self.first]):
-            found = torch.cat([self.gradients[name] for name in names])
+            actual = torch.cat([self.gradients[name] for name in names])
             parts = torch.cat([self.parts[name] for name in names], dim=2)
             micro_steps, W, n = parts.shape
             if n < 2 * micro_steps * W:
@@ -169,8 +169,8 @@ class Wrong:
             columns = parts.flatten(0, 1).T
             if torch.linalg.cond(columns) > 1000:
                 return None  # some are nearly multiples of others
-            numbers = torch.linalg.lstsq(columns, found).solution
-            if is_alike(found, columns @ numbers):
+            numbers = torch.linalg.lstsq(columns, actual).solution
+            if is_alike(actual, columns @ numbers):
                 return numbers.view(micro_steps, W).T
         return None
 

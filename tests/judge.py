@@ -83,14 +83,14 @@ def functions_of(module):
     """
     mine = SimpleNamespace(after_backward=no_after_backward, trained=all_parameters, whole=None,
                            accumulate=no_sync, clip=None, optimizer=plain_optimizer)
-    found = vars(module)
-    if "wrap" not in found:
+    actual = vars(module)
+    if "wrap" not in actual:
         raise ValueError("the file has no function named wrap")
     for name in ("wrap", *vars(mine)):
-        if name in found:
-            if not callable(found[name]):
+        if name in actual:
+            if not callable(actual[name]):
                 raise ValueError(f"{name} is no function")
-            setattr(mine, name, found[name])
+            setattr(mine, name, actual[name])
     return mine
 
 
@@ -129,14 +129,15 @@ def whole_parameters(mine, model, module, shapes):
     else:
         where = "the module, after wrap(),"
         named = dict(module.named_parameters())
-    found = dict(plain_names(dict(named).items()))
+    actual = dict(plain_names(dict(named).items()))
     parameters = {}
     for name, shape in shapes.items():
-        if name not in found:
+        if name not in actual:
             raise ValueError(f"{where} has no {name}")
-        if not torch.is_tensor(found[name]):
-            raise ValueError(f"{where} has a {type(found[name]).__name__} as {name}, and no tensor")
-        whole = copy_of(found[name])
+        if not torch.is_tensor(actual[name]):
+            kind = type(actual[name]).__name__
+            raise ValueError(f"{where} has a {kind} as {name}, and no tensor")
+        whole = copy_of(actual[name])
         if whole.shape != shape or whole.dtype != torch.float32:
             raise ValueError(f"{where} has {name} as {tuple(whole.shape)} {whole.dtype}, expected "
                              f"is {tuple(shape)} {torch.float32}")
@@ -170,17 +171,17 @@ def train(mine, name, micro_steps=1, clipped=False, other=None, optimizer="SGD")
     parameters = list(mine.trained(model))
     kind, options = OPTIMIZERS[optimizer]
     optimizer = mine.optimizer(parameters, kind, **options)
-    found = {}
+    actual = {}
     for step in range(1, LOOKS[-1] + 1):
         backwards(mine, model, partial(loss_on_rank, task, model, step - 1), micro_steps)
         if clipped:
             clip(mine, model)
         optimizer.step()
         if step in LOOKS:
-            found[step] = whole_parameters(mine, model, module, shapes)
+            actual[step] = whole_parameters(mine, model, module, shapes)
         zero_gradients(optimizer, model)
     dist.barrier()  # what is left under way counts here, and not in the next row
-    return found
+    return actual
 
 
 def backwards(mine, model, loss, micro_steps):
@@ -252,16 +253,16 @@ def judged(file, name, micro_steps=1, clipped=False, other=None, optimizer="SGD"
     """The parameters after a step are those of one process, to the bit or as close as fp32 rounds,
     on every rank. -> (verdict, what is seen, a hint, the step or 0)"""
     with opened(file) as (mine, _):
-        found = train(mine, name, micro_steps, clipped, other, optimizer)
+        actual = train(mine, name, micro_steps, clipped, other, optimizer)
     for right in right_ones(name, micro_steps, clipped, optimizer):
-        if all_bits_are_same(found, right):
+        if all_bits_are_same(actual, right):
             return "same bits", "", "", 0
     right = next(right_ones(name, micro_steps, clipped, optimizer))
     largest = 0.0  # difference, in units of fp32's rounding
     for step in LOOKS:
         wrong = []
         for n, p in right[step].items():
-            difference, is_close = how_close(found[step][n], p, right[step - 1][n], optimizer)
+            difference, is_close = how_close(actual[step][n], p, right[step - 1][n], optimizer)
             largest = max(largest, difference)
             if not is_close:
                 wrong.append(n)
@@ -270,27 +271,27 @@ def judged(file, name, micro_steps=1, clipped=False, other=None, optimizer="SGD"
         where = f"step {step}, {wrong[0]}: "
         if optimizer != "SGD":
             return "wrong", f"{where}differs with {optimizer}", "", step
-        fact = wrong_step(name, step, micro_steps, clipped, right, found[step], wrong)
+        fact = wrong_step(name, step, micro_steps, clipped, right, actual[step], wrong)
         if step == LOOKS[-1]:
             return "wrong", where + fact.how_far(), HINT_OF_LOOKS, step
         return "wrong", where + fact.how_far(), fact.hint(), step
     return "close", f"the largest difference is {largest:.2g} x fp32's rounding", "", 0
 
 
-def all_bits_are_same(found, right):
-    for step, parameters in found.items():
+def all_bits_are_same(actual, right):
+    for step, parameters in actual.items():
         for n, p in right[step].items():
             if not is_same(parameters[n], p):
                 return False
     return True
 
 
-def how_close(found, right, before, optimizer):
+def how_close(actual, right, before, optimizer):
     """-> (the largest difference, in units of what fp32 rounds off the largest value; whether that
     is no more than rounding can explain). before: the right parameter before the step."""
     if right.numel() == 0:
         return 0.0, True
-    difference = (found.double() - right.double()).abs().max().item()
+    difference = (actual.double() - right.double()).abs().max().item()
     if math.isnan(difference):
         return math.inf, False
     rounding = EPS * right.abs().max().item() + 1e-30
@@ -313,7 +314,7 @@ HINTS = {
 
 def wrong_step(name, step, micro_steps, clipped, right, after, wrong):
     """-> Wrong. right: [{name: parameter} before the first step, after it, ...]; after: {name:
-    parameter} after this step, as found; wrong: names."""
+    parameter} after this step, as they are; wrong: names."""
     W = dist.get_world_size()
     # Of each micro batch, as one process computes it, in the order of the data: micro-steps of
     # ranks. Sums and contributions are neither divided nor clipped.
@@ -376,7 +377,7 @@ def measure(mine):
     parameters = list(mine.trained(model))
     optimizer = mine.optimizer(parameters, torch.optim.AdamW, lr=1e-3, foreach=False)
     x = torch.ones(1, WIDTH, device=device(), requires_grad=True)
-    found = {}
+    actual = {}
     for micro_steps in (1, 1, MICRO_STEPS):  # the first step makes what stays
         seen.clear()
         sent = []
@@ -384,16 +385,16 @@ def measure(mine):
             with messages() as sent:
                 backwards(mine, model, lambda _: model(x), micro_steps)
                 look()
-                found["held", micro_steps] = seen[-1]
+                actual["held", micro_steps] = seen[-1]
                 optimizer.step()
         except NotCounted as error:
-            found["uncounted"] = str(error)
+            actual["uncounted"] = str(error)
         look()
-        found["peak", micro_steps] = max(seen)
+        actual["peak", micro_steps] = max(seen)
         # What is not fp32 counts as if it were.
-        found["sent", micro_steps] = sum(message.bytes for message in sent) / 4 / n_parameters
+        actual["sent", micro_steps] = sum(message.bytes for message in sent) / 4 / n_parameters
         zero_gradients(optimizer, model)
-    return found
+    return actual
 
 
 def outcome_of_measuring(answers, failure):
@@ -499,8 +500,8 @@ def try_out_wrapper(file):
         model = wrapped(mine, fresh("scaled"))
         if not list(mine.trained(model)) and dist.get_world_size() == 1:
             raise ValueError("trained(model) has no parameters")
-        found = train(mine, "scaled", micro_steps=2)
-        if all(is_same(p, found[2][name]) for name, p in found[1].items()):
+        actual = train(mine, "scaled", micro_steps=2)
+        if all(is_same(p, actual[2][name]) for name, p in actual[1].items()):
             raise ValueError("whole(model) has not changed in a step: is it of the module that was "
                              "trained, or of a copy?")
         clips = mine.clip is not None or hasattr(model, "clip_grad_norm_")

@@ -194,13 +194,13 @@ def part_of_others(operation):
     return 1 - 1 / dist.get_world_size() if operation in WITH_OWN_CHUNK else 1
 
 
-def part_of_tolerance(found, expected, atol, rtol):
+def part_of_tolerance(actual, expected, atol, rtol):
     """The largest difference of two {what: tensor}, as a part of atol + rtol * abs(expected)."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     largest = [torch.zeros((), dtype=torch.float64)]
     for what, t in expected.items():
         allowed = atol + rtol * t.double().abs()
-        parts = (found[what].double() - t.double()).abs() / allowed
+        parts = (actual[what].double() - t.double()).abs() / allowed
         if parts.numel() > 0:
             largest.append(parts.max().cpu())
     return torch.stack(largest).max().item()  # nan if one is

@@ -288,7 +288,7 @@ def watch(wrapper, name, is_in_order=False):
             start_reduction(bucket)
 
         tap = mock.patch.object(model, "_start_reduction", start)
-    found = {}
+    actual = {}
     with tap:
         for step in range(4):
             sent.clear()
@@ -300,19 +300,19 @@ def watch(wrapper, name, is_in_order=False):
                 before = live_bytes() if watches_memory else 0
                 loss.backward()
             if watches_memory:
-                found["growth"] = (max(grown) - before) / 1000
+                actual["growth"] = (max(grown) - before) / 1000
             optimizer.step()
             optimizer.zero_grad()
     for hook in hooks:
         hook.remove()
     total = sum(n for n, _ in came)
-    found["overlapped"] = sum(n for n, is_after in came if is_after) / total
-    found["messages"], found["elements"] = len(sent), sum(sent)
+    actual["overlapped"] = sum(n for n, is_after in came if is_after) / total
+    actual["messages"], actual["elements"] = len(sent), sum(sent)
     if wrapper == "torch ddp":
-        found["messages"], found["elements"] = None, None
+        actual["messages"], actual["elements"] = None, None
     if wrapper == "fsdp2":
-        found["growth"], found["elements"] = None, None
-    return found
+        actual["growth"], actual["elements"] = None, None
+    return actual
 
 
 def table():
@@ -322,13 +322,13 @@ def table():
     for W in (2, 3):
         ranks = Ranks(W)
         for name, wrapper in itertools.product(MODELS, WRAPPERS):
-            found, *_ = ranks.run(watch, dict(wrapper=wrapper, name=name), 60)
+            actual, *_ = ranks.run(watch, dict(wrapper=wrapper, name=name), 60)
             options = dict(wrapper=wrapper, name=name, is_in_order=True)
             in_order, *_ = ranks.run(watch, options, 60)
             cells = [name, wrapper, W]
             for what, form in (("overlapped", "{:.2f}"), ("messages", "{}"), ("elements", "{}"),
                                ("growth", "{:.1f}")):
-                pair = found[what], in_order[what]
+                pair = actual[what], in_order[what]
                 texts = ["-" if value is None else form.format(value) for value in pair]
                 cells.append(" / ".join(texts))
             print("|", " | ".join(map(str, cells)), "|", flush=True)

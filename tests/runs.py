@@ -215,15 +215,15 @@ def spoil(function, calls, value):
     n = itertools.count(1)
 
     def spoiled(*arguments, **options):
-        found = real(*arguments, **options)
+        actual = real(*arguments, **options)
         if torch.is_grad_enabled() and next(n) in calls and this_rank() == 1:
-            bad = torch.zeros_like(found)
+            bad = torch.zeros_like(actual)
             bad.view(-1)[0] = value
             if function == "embedding":
-                found.register_hook(bad.add)
+                actual.register_hook(bad.add)
             else:
-                found.data.add_(bad)
-        return found
+                actual.data.add_(bad)
+        return actual
 
     setattr(F, function, spoiled)
 

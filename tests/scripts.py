@@ -45,10 +45,10 @@ class Script:
         self.x = x
         self.model = wrap(self.module)
         # By hand, as a module may override parameters().
-        found = first_names(named_tensors(self.module, "parameters"))
+        actual = first_names(named_tensors(self.module, "parameters"))
         if isinstance(self.model, PlainZero1):
-            found = self.model.parameters()
-        self.parameters = [p for p in found if p.requires_grad]
+            actual = self.model.parameters()
+        self.parameters = [p for p in actual if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
 
     def loss(self):
@@ -69,8 +69,8 @@ class Script:
     def result(self):
         if isinstance(self.model, PlainZero1):
             return self.model.full_state_dict()
-        found = nn.Module.state_dict(self.module)
-        return {name: copy_of(value) for name, value in found.items()}
+        actual = nn.Module.state_dict(self.module)
+        return {name: copy_of(value) for name, value in actual.items()}
 
 
 def note_script(scripts, zero="", ddp="", both="", zero3="", build=Net):
@@ -104,13 +104,13 @@ def run_script(script, wrapper):
     wrapped = Script(WRAPPERS[wrapper], script.build, own)
     script(wrapped)
     expected = plain.result()
-    found = wrapped.result()
-    assert expected.keys() == found.keys()
+    actual = wrapped.result()
+    assert expected.keys() == actual.keys()
     for n, t in expected.items():
         if not isinstance(t, torch.Tensor):
-            assert found[n] == t, f"{n} is {found[n]}, not {t}"
-        elif not torch.allclose(found[n].double(), t.double(), rtol=1e-4, atol=1e-5):
-            raise AssertionError(f"in the end {n} {difference(n, expected, found[n])}")
+            assert actual[n] == t, f"{n} is {actual[n]}, not {t}"
+        elif not torch.allclose(actual[n].double(), t.double(), rtol=1e-4, atol=1e-5):
+            raise AssertionError(f"in the end {n} {difference(n, expected, actual[n])}")
 
 
 def start(started, script, wrapper, x):

@@ -122,12 +122,12 @@ def test_other_buffers_are_refused(fault, where, wrapper):
         pattern = f"other buffers.*({name}).*"
         text = raises(RuntimeError, pattern, lambda: [loop.step() for _ in range(N_STEPS)])
         assert "rank 0 has" in text and f"rank {guilty or 1} has" in text
-        found = buffers_of(loop.net)
-        assert found.keys() == own.keys()
+        actual = buffers_of(loop.net)
+        assert actual.keys() == own.keys()
         for key, t in own.items():
             if key != "count":
-                same = torch.equal(found[key], t) and found[key].dtype == t.dtype
-                assert same, f"{key} was {t}, and is {found[key]}"
+                same = torch.equal(actual[key], t) and actual[key].dtype == t.dtype
+                assert same, f"{key} was {t}, and is {actual[key]}"
         if fault != "double":
             loop.net._buffers.clear()
             loop.net._buffers.update(was)
@@ -403,8 +403,8 @@ def test_ranks_may_share_the_work_of_a_step(step):
             act(loop)
             loop.model.zero_grad()
         results.append([p.detach() for p in loop.model.parameters()])
-    for expected, found in zip(*results):
-        assert torch.equal(expected, found)
+    for expected, actual in zip(*results):
+        assert torch.equal(expected, actual)
     as_many = sent[:N_STEPS] == sent[N_STEPS:]
     assert as_many == (step is torchs_stage_1), sent
 

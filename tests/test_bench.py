@@ -101,8 +101,8 @@ def value(cell):
 
 def find(rows, **wanted):
     """The one row that has these cells."""
-    [found] = [row for row in rows if wanted.items() <= row.items()]
-    return found
+    [actual] = [row for row in rows if wanted.items() <= row.items()]
+    return actual
 
 
 # -------------------------------------------------------------------------------------------------
@@ -239,9 +239,9 @@ def test_link(modes, tree):
 def test_buckets(rates, tree):
     """The best size is that of the shortest step."""
     rows, folder = tiny(tree, "buckets", "--modes=ddp", *rates)
-    found = [row for row in rows if "best" in row]
-    assert [row[""] for row in found] == ["loopback", *rates]
-    for row in found:
+    actual = [row for row in rows if "best" in row]
+    assert [row[""] for row in actual] == ["loopback", *rates]
+    for row in actual:
         times = {}
         for size in ("1", "4", "25", "100"):
             times[f"{size} MB"] = value(row[f"{size} MB: step ms"])
@@ -410,14 +410,14 @@ def test_a_rate_is_one_of_tcs(tree):
 
 def processes_of(tree):
     """The command lines of all processes that work in a tree."""
-    found = []
+    actual = []
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             if str(tree) in os.readlink(folder / "cwd"):
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
+                actual.append((folder / "cmdline").read_text().replace("\0", " "))
         except OSError:  # it has just ended
             pass
-    return found
+    return actual
 
 
 def start_and_signal(tree, number):

@@ -246,21 +246,21 @@ def ask_by_formula(search, question):
 
 def test_find_and_its_tables(tmp_path, capsys):
     """All that is found, with runs replaced by the formula."""
-    search, found = search_in(tmp_path, 101), fit.Found({}, [], {})
+    search, actual = search_in(tmp_path, 101), fit.Outcome({}, [], {})
     modes = ["single", "ddp", "zero1", "zero2", "zero3"]
     with mock.patch.object(fit, "ask", ask_by_formula):
-        fit.find(search, modes, [1, 2, 4], found)
+        fit.find(search, modes, [1, 2, 4], actual)
     by_mode = {"ddp": (6, 6), "zero1": (8, 10), "zero2": (10, 14), "zero3": (12, 25)}
     expected = {("single", 1): 6}
     for number, W in enumerate((2, 4)):
         for mode, layers in by_mode.items():
             expected[mode, W] = layers[number]
-    assert found.models == expected
-    batches = {mode: size for (mode, _, _), size in found.batches.items()}
+    assert actual.models == expected
+    batches = {mode: size for (mode, _, _), size in actual.batches.items()}
     assert batches == {"ddp": 5, "zero1": 41, "zero2": 59, "zero3": 77}
-    assert set(found.batches) == {(mode, 4, 6) for mode in by_mode}
+    assert set(actual.batches) == {(mode, 4, 6) for mode in by_mode}
 
-    fit.print_found(search, found)
+    fit.print_outcome(search, actual)
     rows = rows_of(capsys.readouterr().out)
     assert ["zero3", "4", "25.0M", "25", "7", "4.04", "4.00"] in rows
     assert ["single", "1", "does not fit: 401.0 MB"] in rows
@@ -283,13 +283,13 @@ def test_a_search_that_stops_says_what_it_has(tmp_path, capsys):
 
 def processes_of(folder):
     """The processes of programs whose TMPDIR is a folder."""
-    found = []
+    actual = []
     for path in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             files = [os.readlink(file) for file in (path / "fd").iterdir()]
             if any(file.startswith(str(folder)) for file in files):
-                found.append(path.name)
-    return found
+                actual.append(path.name)
+    return actual
 
 
 def test_ctrl_c_ends_all_ranks(tmp_path):

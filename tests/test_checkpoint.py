@@ -119,14 +119,14 @@ def test_checkpoints_keep_owned_state(optimizer):
 
     def step_and_list(model):
         if optimizer == "adafactor":
-            found = adafactor(model.parameters())
+            actual = adafactor(model.parameters())
         else:
-            [found] = train.make_optimizers(model, train.Config())
+            [actual] = train.make_optimizers(model, train.Config())
         for number in range(3):
             if model is plain or number == dist.get_rank():
                 zoo_loss(model, 0, number).backward()
-        found.step()
-        return sharded_state(model, found)
+        actual.step()
+        return sharded_state(model, actual)
 
     plain = fresh("gpt")
     expected = step_and_list(plain)
@@ -138,25 +138,25 @@ def test_checkpoints_keep_owned_state(optimizer):
         folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)
     dcp.save(saved_tensors, checkpoint_id=folders[0])
-    found = {}
+    actual = {}
     for key, t in expected.items():
-        found[key] = torch.full_like(t, math.nan)
-        vars(found[key]).update(vars(t))  # its place in the whole
-    dcp.load(found, checkpoint_id=folders[0], no_dist=True)
+        actual[key] = torch.full_like(t, math.nan)
+        vars(actual[key]).update(vars(t))  # its place in the whole
+    dcp.load(actual, checkpoint_id=folders[0], no_dist=True)
     same_bits({key: t.as_subclass(torch.Tensor) for key, t in expected.items()},
-              {key: t.as_subclass(torch.Tensor) for key, t in found.items()})
+              {key: t.as_subclass(torch.Tensor) for key, t in actual.items()})
     dist.barrier()
     shutil.rmtree(folders[0], ignore_errors=True)
 
 
 def contents(*folders):
     """What all files below folders hold, but for .lock, which is the next run's."""
-    found = set()
+    actual = set()
     for folder in folders:
         for path in folder.rglob("*"):
             if path.is_file() and path.name != ".lock":
-                found.add(path.read_bytes())
-    return found
+                actual.add(path.read_bytes())
+    return actual
 
 
 def test_out_dir_keeps_what_counts(tmp_path):
@@ -204,10 +204,10 @@ def test_checkpoints_are_asked(tmp_path):
             ("step_00000002", 3, 2, dict(mode="torch-fsdp", prompt="\u00e9t\u00e9")),
             ("auto", 2, 4, dict(mode="ddp", prompt="", out_dir=out)),  # or no text at all
             ("best", 1, int((out / "best").resolve().name[5:]), dict(prompt="a" * 99))):
-        found = ask(name if name == "auto" else out / name, W, **options)
-        assert found["val_loss"] == losses[step - 1], f"{name}: {found['val_loss']}, {losses}"
-        assert (found["param_sha256"] == trained["param_sha256"]) == (step == 4), name
-        assert f"sample:\n{options['prompt']}" in found["stdout"], found["stdout"]
+        actual = ask(name if name == "auto" else out / name, W, **options)
+        assert actual["val_loss"] == losses[step - 1], f"{name}: {actual['val_loss']}, {losses}"
+        assert (actual["param_sha256"] == trained["param_sha256"]) == (step == 4), name
+        assert f"sample:\n{options['prompt']}" in actual["stdout"], actual["stdout"]
         assert view_of(out) == before, f"out_dir has changed after {name}"
     for word in (f"--resume={out}", f"--resume={out}/bes"):  # as people mistype it
         refused("no checkpoint", None, argv=[word, "--eval_only"])
@@ -228,18 +228,18 @@ def test_resuming_takes_the_flags(tmp_path):
     log = partial(log_wandb, tmp_path / "wandb")
     for words in (first, ["--resume=auto", f"--out_dir={tmp_path}/out", "--max_steps=3"],
                   [f"--resume={tmp_path}/out/step_00000003", "--max_steps=4"]):
-        found = finish(None, 2, argv=words, plant=log)
+        actual = finish(None, 2, argv=words, plant=log)
     ids = lines_of(tmp_path / "wandb")
-    assert found["param_sha256"] == alone["param_sha256"], "other bits, so other flags"
+    assert actual["param_sha256"] == alone["param_sha256"], "other bits, so other flags"
     assert len(ids) == 3 and len(set(ids)) == 1, f"runs of Weights & Biases: {ids}"
     steps = [entry["step"] for entry in lines_of(tmp_path / "out/metrics.jsonl")]
     assert steps == [1, 2, 3, 4], f"metrics.jsonl has steps {steps}"
-    found = finish(None, 2, argv=[f"--resume={tmp_path}/out/gone", "--max_steps=5", "--no-wandb"],
-                   plant=start_again)
-    assert found["mode"] == "ddp" and found["steps"] == 5, found
-    found = finish(None, 4, argv=[f"--resume={tmp_path}/out/step_00000005", "--mode=zero3",
-                                  "--max_steps=6", "--no-wandb"])
-    assert found["mode"] == "zero3" and found["steps"] == 6, found
+    actual = finish(None, 2, argv=[f"--resume={tmp_path}/out/gone", "--max_steps=5", "--no-wandb"],
+                    plant=start_again)
+    assert actual["mode"] == "ddp" and actual["steps"] == 5, actual
+    actual = finish(None, 4, argv=[f"--resume={tmp_path}/out/step_00000005", "--mode=zero3",
+                                   "--max_steps=6", "--no-wandb"])
+    assert actual["mode"] == "zero3" and actual["steps"] == 6, actual
     shutil.copytree(tmp_path / "out", tmp_path / "copy")  # where `best` is no link
     finish(None, 1, argv=["--resume=auto", f"--out_dir={tmp_path}/copy", "--max_steps=7",
                           "--mode=single", "--dtype=fp16", "--no-wandb"])
@@ -269,13 +269,13 @@ def test_a_restart_takes_one_checkpoint(tmp_path):
     copy = shutil.copytree(out, tmp_path / "copy", symlinks=True)
     expected = finish(None, argv=[words[0], f"--out_dir={copy}", "--max_steps=8"])
     again = [f"--resume={out}/step_00000002", "--max_steps=8"]
-    found = finish(None, argv=again, plant=start_again)
-    assert "step_00000005, after step 5" in found["stdout"], found["stdout"]
-    assert found["param_sha256"] == expected["param_sha256"], "other flags, or other weights"
+    actual = finish(None, argv=again, plant=start_again)
+    assert "step_00000005, after step 5" in actual["stdout"], actual["stdout"]
+    assert actual["param_sha256"] == expected["param_sha256"], "other flags, or other weights"
     rates = [entry["lr"] for entry in lines_of(out / "metrics.jsonl")]
     assert rates[-3:] == 3 * [0.05], f"learning rates {rates}"
-    found = finish(None, argv=again)  # no restart: it means what it says
-    assert "step_00000002, after step 2" in found["stdout"], found["stdout"]
+    actual = finish(None, argv=again)  # no restart: it means what it says
+    assert "step_00000002, after step 2" in actual["stdout"], actual["stdout"]
 
 
 def write_record(folder, record):
@@ -320,11 +320,11 @@ def test_checkpoints_from_before_there_were_more_rows(tmp_path):
     asked = ask(folder, mode="single")
     assert asked["val_loss"] == lines_of(out / "metrics.jsonl")[-1]["val_loss"]
     for n_ranks, mode, max_steps in ((2, "zero3", 4), (1, "single", 6)):
-        found = finish(out, n_ranks, mode=mode, resume="auto", save_interval=2,
-                       max_steps=max_steps)
+        actual = finish(out, n_ranks, mode=mode, resume="auto", save_interval=2,
+                        max_steps=max_steps)
         facts = read_record(out / f"step_{max_steps:08d}")["facts"]
         assert facts["pad_vocab_size_to"] == 1
-    assert found["param_sha256"] == expected, "other bits"
+    assert actual["param_sha256"] == expected, "other bits"
 
 
 @pytest.mark.parametrize("n_ranks, mode", [(1, "single"), (2, "zero3")])
@@ -334,5 +334,5 @@ def test_rows_are_those_of_the_checkpoint(n_ranks, mode, tmp_path):
     out = tmp_path / "out"
     finish(out, max_steps=2, save_interval=2)
     assert read_record(out / "step_00000002")["facts"]["pad_vocab_size_to"] == 64
-    found = finish(out, n_ranks, mode=mode, resume="auto", plant=no_more_rows_than_tokens)
-    assert found["param_sha256"] == expected, "other bits"
+    actual = finish(out, n_ranks, mode=mode, resume="auto", plant=no_more_rows_than_tokens)
+    assert actual["param_sha256"] == expected, "other bits"

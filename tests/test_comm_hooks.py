@@ -55,8 +55,8 @@ def test_top_k_loses_nothing():
 def test_hooks_have_the_bits_of_torch(hook):
     """DDP ends on the bits of torch's DDP with the same comm hook."""
     expected = distributed(WRAPPERS[f"torch ddp {hook}"], "gpt")
-    found = distributed(WRAPPERS[f"ddp {hook}"], "gpt")
-    same_bits(expected, found, hook)
+    actual = distributed(WRAPPERS[f"ddp {hook}"], "gpt")
+    same_bits(expected, actual, hook)
 
 
 @pytest.mark.ranks(2)

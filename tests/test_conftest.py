@@ -269,5 +269,5 @@ def test_samples_run(words, rows, tmp_path):
     run = copy_of_conftest(tmp_path, ROWS)
     words = ["--collect-only", "-q", "-n", "0", *words]
     done = subprocess.run([sys.executable, "-m", "pytest", *words], **run)
-    found = re.findall(r"^tests/test_x.py::test_(?:rows\[)?([^]\n]+)", done.stdout, re.MULTILINE)
-    assert found == rows, done.stdout
+    actual = re.findall(r"^tests/test_x.py::test_(?:rows\[)?([^]\n]+)", done.stdout, re.MULTILINE)
+    assert actual == rows, done.stdout

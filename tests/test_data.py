@@ -102,13 +102,13 @@ def test_the_first_batch_is_read_ahead(W):
         first_of_next, _ = next(micro_batches(tokens, step + 1, config, cpu))
         with mock.patch.object(data, "read_blocks", spied):
             read.clear()
-            found = ahead.of_next_step()
+            actual = ahead.of_next_step()
             n_before = 1 if step > first_step else 0  # read in the step before
             for i, (x, y) in enumerate(expected):
-                inputs, targets = next(found)
+                inputs, targets = next(actual)
                 assert torch.equal(inputs, x) and torch.equal(targets, y), f"step {step}, {i}"
                 assert len(read) == i + 1 - n_before, f"step {step}, {i}: {read}"
-            assert next(found, None) is None, f"step {step} has more than {n} micro batches"
+            assert next(actual, None) is None, f"step {step} has more than {n} micro batches"
         assert len(expected) == n and len(read) == n + 1 - n_before, f"step {step}: {read}"
         assert 4 * read[-1][0] == first_of_next[0, 0], f"step {step}: {read[-1]} was read ahead"
     with mock.patch.object(data, "read_blocks", spied):
@@ -120,8 +120,8 @@ def test_large_data_is_read_in_part():
     """Every rank compares its data with the others', of which it reads a million tokens: the first
     and the last ones among them."""
     tokens = np.arange(3 * 10**6)
-    found = some_of(tokens)
-    assert 10**6 <= len(found) < 1.1 * 10**6 and {0, 3 * 10**6 - 1} <= set(found)
+    actual = some_of(tokens)
+    assert 10**6 <= len(actual) < 1.1 * 10**6 and {0, 3 * 10**6 - 1} <= set(actual)
     assert some_of(tokens[:1000]).tolist() == tokens[:1000].tolist()
 
 
@@ -162,12 +162,13 @@ def test_characters_of_nanogpt(n_ranks, tmp_path):
     --prompt is encoded, also where a checkpoint is asked; other characters are refused."""
     characters = write_characters(tmp_path / "chars")
     out, mode = tmp_path / "out", "zero3" if n_ranks > 1 else "single"
-    found = finish(out, n_ranks, mode=mode, dataset=tmp_path / "chars", max_steps=60, lr=0.03,
-                   min_lr=0.03, save_interval=60, eval_interval=60, sample_tokens=20, prompt="abc,")
-    sample = re.search(r"^sample:\n(.*)RESULT", found["stdout"], re.M | re.DOTALL)[1][:-1]
+    actual = finish(out, n_ranks, mode=mode, dataset=tmp_path / "chars", max_steps=60, lr=0.03,
+                    min_lr=0.03, save_interval=60, eval_interval=60, sample_tokens=20,
+                    prompt="abc,")
+    sample = re.search(r"^sample:\n(.*)RESULT", actual["stdout"], re.M | re.DOTALL)[1][:-1]
     assert sample.startswith("abc,") and len(sample) == 24 and set(sample) <= set(characters)
     assert "xyz!" in sample, f"it has learned nothing: {sample!r}"
-    n = int(re.match(r"([\d,]+) parameters", found["stdout"])[1].replace(",", ""))
+    n = int(re.match(r"([\d,]+) parameters", actual["stdout"])[1].replace(",", ""))
     others = finish(tmp_path / "bytes", max_steps=1)["stdout"]
     n_others = int(re.search(r"^([\d,]+) parameters", others, re.M)[1].replace(",", ""))
     # The next multiples of 64: of 10 tokens, and of 257.
@@ -176,7 +177,7 @@ def test_characters_of_nanogpt(n_ranks, tmp_path):
     assert read_record(best)["facts"]["vocab_size"] == len(characters) == 10
     asked = ask(best, n_ranks, mode=mode, prompt="xy", sample_tokens=3)
     assert re.search("^sample:\nxyz!\n", asked["stdout"], re.M), asked["stdout"]
-    assert asked["val_loss"] == found["val_loss"]
+    assert asked["val_loss"] == actual["val_loss"]
     refused(r"--prompt has \['X', 'é'\]", None, n_ranks,
             argv=[f"--resume={best}", "--eval_only", "--prompt=éaX"])
 
@@ -388,7 +389,7 @@ def test_tokens_of_32_bits_are_trained_on(tmp_path):
     expected = finish(tmp_path / "whole", dataset=folder, **options)
     out = tmp_path / "out"
     finish(out, dataset=folder, **{**options, "max_steps": 2})
-    found = finish(out, 2, dataset=folder, mode="zero2", resume="auto", **options)
-    assert "(1 before)" in found["stdout"] and found["param_sha256"] == expected["param_sha256"]
+    actual = finish(out, 2, dataset=folder, mode="zero2", resume="auto", **options)
+    assert "(1 before)" in actual["stdout"] and actual["param_sha256"] == expected["param_sha256"]
     asked = finish(None, argv=[f"--resume={out}/step_00000004", "--eval_only"], plant=bare)
     assert asked["val_loss"] == expected["val_loss"]

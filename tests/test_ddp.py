@@ -43,9 +43,9 @@ def test_ddp_keeps_one_gradient():
         storages = [gradient.untyped_storage() for gradient in gradients if gradient.numel() > 0]
         places.append({storage.data_ptr(): storage.nbytes() for storage in storages})
         assert len(places[-1]) < len(storages), "each gradient has memory of its own"
-        found = sum(places[-1].values())
+        actual = sum(places[-1].values())
         padding = len(places[-1]) * dist.get_world_size() * 16  # to equal chunks of 16 bytes each
-        assert found <= n_bytes + padding, f"gradients take {found} bytes, parameters {n_bytes}"
+        assert actual <= n_bytes + padding, f"gradients take {actual} bytes, parameters {n_bytes}"
         assert module.inner.weight.grad.stride() == (1, 5), "not the parameter's strides"
         if step == 3:  # the step before has set zeros
             assert module.inner.weight.grad is kept, "`.grad` is another object"
@@ -72,15 +72,15 @@ def test_buckets_fill_in_order():
 
     def assert_buckets(expected, *parameters):
         """expected: places in parameters."""
-        found = []
+        actual = []
         rest = list(enumerate(parameters))
         for bucket in ddp.fill_buckets(parameters, 3 * 2**20):
-            found.append([])
+            actual.append([])
             for p in bucket:
                 i = next(i for i, (_, q) in enumerate(rest) if q is p)
                 place, _ = rest.pop(i)
-                found[-1].append(place)
-        assert found == expected, f"buckets are {found}, expected are {expected}"
+                actual[-1].append(place)
+        assert actual == expected, f"buckets are {actual}, expected are {expected}"
 
     assert_buckets([[0, 1], [2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17], [18]],
                    *[fp32] * 19)
@@ -182,14 +182,14 @@ def test_undefined_gradients_count_as_used(left_out):
     """A parameter that a backward has reached, and left without a gradient, is no unused one: it
     has the gradients that torch's DDP gives it."""
     rank = dist.get_rank()
-    found = []
+    actual = []
     for wrap in (DistributedDataParallel, DDP):
         module = Product()
         model = wrap(module)
         for step in range(2):
             model(torch.ones(3) * (rank + 1), left_out[rank]).sum().backward()
-        found.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
-    same_bits(*found)
+        actual.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+    same_bits(*actual)
 
 
 class Batch(dict):
@@ -217,8 +217,8 @@ def test_inputs_keep_their_containers():
         assert batch.x.dtype == torch.float32, "the script's own batch was cast"
         assert all(p.grad is not None for p in model.parameters())
     lists = defaultdict(list, x=[torch.ones(1)])
-    found = cast_floats(lists, torch.bfloat16)
-    assert found["x"][0].dtype == torch.bfloat16 and found["y"] == [], "no defaultdict any more"
+    actual = cast_floats(lists, torch.bfloat16)
+    assert actual["x"][0].dtype == torch.bfloat16 and actual["y"] == [], "no defaultdict any more"
     model = DDP(nn.Linear(4, 4))
     model.reducer.prepare_for_backward([])
     assert not model.static_graph and not model.reducer._rebuild_buckets()

@@ -164,8 +164,8 @@ def test_free_memory_is_divided():
     look = mock.patch.object(torch.accelerator, "get_memory_info", lambda device: (free, 9e9))
     for n, share in ((1, 3e9), (2, 6e9)):
         with devices("cuda", n, "nccl", rank, 2), look:
-            found = auto.bytes_for_a_rank(config, torch.device("cuda"))
-        assert found == share, f"{found} bytes of {n} devices"
+            actual = auto.bytes_for_a_rank(config, torch.device("cuda"))
+        assert actual == share, f"{actual} bytes of {n} devices"
 
 
 # ---- where the CPU waits
@@ -200,9 +200,9 @@ def log_reads(main, folder):
 
 def call_and_log(function, reads, path, *arguments):
     reads.clear()
-    found = function(*arguments)
+    actual = function(*arguments)
     write_line(path, [function.__name__, *reads])
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", "zero1", "zero2", "zero3"])
@@ -327,23 +327,23 @@ def n_with_other_bits(kind):
 def print_number(kind):
     """For a process of its own: tests see no accelerator."""
     kinds = oracle.kinds_of_devices()
-    found = n_with_other_bits(kind) if kind in kinds else f"this machine has {kinds}"
-    print(found)
+    actual = n_with_other_bits(kind) if kind in kinds else f"this machine has {kinds}"
+    print(actual)
 
 
 @pytest.mark.parametrize("kind", train.FUSED_ADAMW)
 def test_fused_adamw_of_slices(kind):
     """Where train.py takes it, it has the same bits for a tensor as for its slices."""
-    found = f"torch is built for {torch.accelerator.current_accelerator(check_available=False)}"
-    if kind in found:
+    actual = f"torch is built for {torch.accelerator.current_accelerator(check_available=False)}"
+    if kind in actual:
         environment = dict(os.environ)
         environment.pop("CUDA_VISIBLE_DEVICES", None)
         code = f"from tests.test_devices import print_number; print_number({kind!r})"
-        found = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment,
-                                        text=True).strip()
-    if not found.isdecimal():
-        pytest.skip(f"there is no {kind} here: {found}")
-    assert found == "0", f"{found} elements have other bits on {kind}"
+        actual = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=environment,
+                                         text=True).strip()
+    if not actual.isdecimal():
+        pytest.skip(f"there is no {kind} here: {actual}")
+    assert actual == "0", f"{actual} elements have other bits on {kind}"
 
 
 def test_fused_adamw_is_not_for_cpus():
@@ -396,8 +396,8 @@ def test_fused_adamw_goes_on_from_any(is_fused, tmp_path):
     same = finish(tmp_path / "same", plant=first)
     assert same["param_sha256"] != expected["param_sha256"], "both kinds have the same bits"
     finish(tmp_path / "out", max_steps=2, save_interval=2, plant=first)
-    found = finish(tmp_path / "out", resume="auto", plant=second)
-    assert found["param_sha256"] == expected["param_sha256"], "other bits"
+    actual = finish(tmp_path / "out", resume="auto", plant=second)
+    assert actual["param_sha256"] == expected["param_sha256"], "other bits"
 
 
 # ---- --deterministic
@@ -421,8 +421,8 @@ def test_the_most_that_fits(limit, expected, tried):
 
     def peak(model, optimizers, size, *others):
         sizes.append(size)
-        found = max(KEPT, HELD + EACH * size) + more
-        return 1e6 * found if found < 2 * limit else math.inf
+        actual = max(KEPT, HELD + EACH * size) + more
+        return 1e6 * actual if actual < 2 * limit else math.inf
 
     config = train.Config(mode="ddp", micro_batch_size="auto", global_batch_size=48)
     config.memory_limit_gb = limit / 1e3
@@ -433,8 +433,8 @@ def test_the_most_that_fits(limit, expected, tried):
             raises(SystemExit, "size 1 takes 0.6", auto.largest_micro_batch, config, None,
                    torch.device("cpu"))
         else:
-            found = auto.largest_micro_batch(config, None, torch.device("cpu"))
-            assert found == expected, f"{found}, after {sizes}"
+            actual = auto.largest_micro_batch(config, None, torch.device("cpu"))
+            assert actual == expected, f"{actual}, after {sizes}"
     assert sizes == tried
 
 
@@ -443,8 +443,8 @@ def assert_deterministic(workspace):
     assert torch.are_deterministic_algorithms_enabled(), "not deterministic"
     assert not torch.is_deterministic_algorithms_warn_only_enabled(), "it only warns"
     assert not torch.utils.deterministic.fill_uninitialized_memory, "it fills new memory"
-    found = os.environ["CUBLAS_WORKSPACE_CONFIG"]
-    assert found == workspace, f"cuBLAS is told {found}"
+    actual = os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    assert actual == workspace, f"cuBLAS is told {actual}"
 
 
 def looked_at(workspace):
@@ -467,8 +467,8 @@ def test_deterministic_is_on(tmp_path):
     options = dict(W=2, mode="zero3")
     plain = finish(tmp_path / "a", **options)
     for plant in (looked_at(":4096:8"), with_workspace_of_the_user):
-        found = finish(tmp_path / "b", plant=plant, deterministic=True, **options)
-        assert found["param_sha256"] == plain["param_sha256"]
+        actual = finish(tmp_path / "b", plant=plant, deterministic=True, **options)
+        assert actual["param_sha256"] == plain["param_sha256"]
 
 
 def test_no_deterministic_kernel(tmp_path):

@@ -103,22 +103,22 @@ def test_faults_cost_no_line(fault, tmp_path):
     if fault == "power cut":
         run = run_train(out, plant=partial(cut_power, metrics, 3), **options)
         assert run.codes == [-signal.SIGKILL], run
-        found = finish(out, **options)["param_sha256"]
+        actual = finish(out, **options)["param_sha256"]
     elif fault == "full disk":
         plant = partial(fill_disk, metrics, 2)
         fact = "step 2 is not yet in the metrics(.|\n)*step 2: the checkpoint failed"
-        found = finish(out, fact=fact, plant=plant, **options)["param_sha256"]
+        actual = finish(out, fact=fact, plant=plant, **options)["param_sha256"]
     else:
         finish(out, plant=full_log, **options)
-        found = ask(out / f"step_{STEPS:08d}")["param_sha256"]
-    as_undisturbed(out, found, expected)
+        actual = ask(out / f"step_{STEPS:08d}")["param_sha256"]
+    as_undisturbed(out, actual, expected)
 
 
-def as_undisturbed(out, found, expected):
+def as_undisturbed(out, actual, expected):
     """Assert that a run has the bits, the metrics and the files of one that nothing disturbs."""
     entries = lines_of(out / "metrics.jsonl")
     assert [entry["step"] for entry in entries] == [*range(1, STEPS + 1)], entries
-    assert found == expected, "other bits"
+    assert actual == expected, "other bits"
     left = [path.name for path in out.glob(".*")]
     assert left == [".lock"], f"left over: {left}"
 
@@ -128,11 +128,11 @@ def test_a_run_without_its_last_checkpoint_ends_with_1(tmp_path):
     is as it was, and the run can go on."""
     out = tmp_path / "out"
     expected = finish(tmp_path / "alone")["param_sha256"]
-    found = finish(out, status=1, save_interval=1, plant=partial(fill_disk, out / "metrics.jsonl",
-                   STEPS), fact=f"step {STEPS}: the checkpoint failed, earlier ones are as they")
+    actual = finish(out, status=1, save_interval=1, plant=partial(fill_disk, out / "metrics.jsonl",
+                    STEPS), fact=f"step {STEPS}: the checkpoint failed, earlier ones are as they")
     assert saved(out) == [STEPS - 2, STEPS - 1], saved(out)
-    found = finish(out, save_interval=1, resume="auto")["param_sha256"]
-    as_undisturbed(out, found, expected)
+    actual = finish(out, save_interval=1, resume="auto")["param_sha256"]
+    as_undisturbed(out, actual, expected)
 
 
 def test_a_skipped_last_step_leaves_a_checkpoint(tmp_path):
@@ -166,13 +166,13 @@ def test_a_signal_ends_a_run(n_ranks, mode, on_rank, number, tmp_path):
     out = tmp_path / "out"
     options = dict(mode=mode, save_interval=100, eval_interval=0, global_batch_size=6)
     expected = finish(tmp_path / "alone", n_ranks, **options)["param_sha256"]
-    found = finish(out, n_ranks, status=128 + number, plant=partial(send, [number], on_rank),
-                   fact=r"\Atrain.py: stopped by a signal after step [23]; go on with --resume",
-                   **options)
+    actual = finish(out, n_ranks, status=128 + number, plant=partial(send, [number], on_rank),
+                    fact=r"\Atrain.py: stopped by a signal after step [23]; go on with --resume",
+                    **options)
     n_steps = lines_of(out / "metrics.jsonl")[-1]["step"]
     assert n_steps in (2, 3) and saved(out) == [n_steps], saved(out)
-    found = finish(out, n_ranks, resume="auto", **options)["param_sha256"]
-    as_undisturbed(out, found, expected)
+    actual = finish(out, n_ranks, resume="auto", **options)["param_sha256"]
+    as_undisturbed(out, actual, expected)
 
 
 @pytest.mark.parametrize("is_torchruns, n, is_at_once",
@@ -201,8 +201,8 @@ def test_how_a_run_ends(name, tmp_path):
     n_ranks, planted, codes, is_bug = ENDS[name]
     ended = run_train(tmp_path, n_ranks, mode="zero2", timeout_s=3,
                       plant=partial(in_update, 2, n_ranks - 1, *planted))
-    for found, code in zip(ended.codes, codes):
-        assert code in (found, None), ended
+    for actual, code in zip(ended.codes, codes):
+        assert code in (actual, None), ended
     line = r"train\.py: rank 0 failed in step [23]: \w+: .*\n\Z"
     assert re.search(line if n_ranks == 1 else rf"\A{line}", ended.stderr[0]), ended
     text = ended.stderr[-1]
@@ -276,8 +276,8 @@ def test_a_kill_anywhere_in_a_save(n_ranks, mode, n_places, tmp_path):
         plant = partial(die_in_save, place, tmp_path / "unread")
         killed = run_train(out, n_ranks, plant=plant, **options)
         assert killed.codes[0] == -signal.SIGKILL, f"{names[place - 1]}: {killed}"
-        found = finish(out, n_ranks, **options)["param_sha256"]
-        as_undisturbed(out, found, expected)
+        actual = finish(out, n_ranks, **options)["param_sha256"]
+        as_undisturbed(out, actual, expected)
 
     places = [*range(1, len(names) + 1)]
     two_at_a_time(try_out, places[::max(1, len(places) // n_places)])

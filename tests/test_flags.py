@@ -215,13 +215,13 @@ def test_some_flags_are_for_once():
     assert saved_flags.keys() == {field.name for field in FIELDS} - once
     config.mode, config.comm_hook, config.micro_batch_size = "ddp", "topk", "auto"
     saved_flags = train.flags_to_save(config)
-    found = completed({}, saved_flags)
+    actual = completed({}, saved_flags)
     for field in FIELDS:
         needs_zero = field.metadata["needs"] == train.ZERO
         expected = getattr(config, field.name)
         if field.name in once or needs_zero or field.name == "node_size":
             expected = field.default
-        assert getattr(found, field.name) == expected, field.name
+        assert getattr(actual, field.name) == expected, field.name
     assert completed(dict(lr=7.0, n_embd=None), saved_flags).lr == 7.0
     evaluated = completed(dict(eval_only=True), saved_flags)
     for name in train.NOT_TO_EVALUATE:

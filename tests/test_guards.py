@@ -57,8 +57,8 @@ def test_guards_change_nothing(wrapper, modules, options):
     same collectives: kinds, order and bytes, construction included."""
     for name in modules:
         expected, sent = recorded(wrapper, name, **options)
-        found, sent_without = recorded(f"{wrapper} without guards", name, **options)
-        same_bits(expected, found, f"{wrapper}, {name}")
+        actual, sent_without = recorded(f"{wrapper} without guards", name, **options)
+        same_bits(expected, actual, f"{wrapper}, {name}")
         pairs = itertools.zip_longest(sent, sent_without)
         for i, (with_guards, without) in enumerate(pairs):
             assert with_guards == without, (f"{wrapper}, {name}: collective {i} is {with_guards}, "
@@ -92,7 +92,7 @@ for kind in {wrapper}, Plain{wrapper}:
     norm = f"norm {math.sqrt(6)}\n"  # of six gradients of 1
     assert printed["ddp"] == printed["zero"] == 2 * norm, printed
     rows = re.findall(r"^(\w+) +([12])  ([0-9a-f]{8}) ", printed["oracle"], re.MULTILINE)
-    assert len(rows) == 10 and len({found for _, _, found in rows}) == 2, printed
+    assert len(rows) == 10 and len({actual for _, _, actual in rows}) == 2, printed
 
 
 # What may differ between the modules that ranks wrap, and the tensor that is named.
@@ -139,11 +139,11 @@ def test_mistakes_are_named(wrapper):
     raises(RuntimeError, "modified", old.backward)
     if wrapper == "zero3":  # by hand, while all of it is whole
         model = wrap(nn.Linear(5, 2))
-        found = model(x.clone().requires_grad_()).sum()
+        actual = model(x.clone().requires_grad_()).sum()
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(2)
-        raises(RuntimeError, "modified", found.backward)
+        raises(RuntimeError, "modified", actual.backward)
         model = wrap(fresh("lora"))
     of_torch = DistributedDataParallel(fresh("lora"))
     for module in (model, nn.Sequential(DDP(fresh("lora"))), of_torch):
@@ -913,10 +913,10 @@ def test_names_are_those_that_the_module_has_now(wrapper):
     for name, t in before.items():
         prefix, _, last = name.rpartition(".")
         expected[f"{exchanges.get(prefix, prefix)}.{last}".lstrip(".")] = t
-    found = dict(model.full_parameters())
-    assert found.keys() == expected.keys() == model.shard_starts().keys()
+    actual = dict(model.full_parameters())
+    assert actual.keys() == expected.keys() == model.shard_starts().keys()
     for name, t in expected.items():
-        assert torch.equal(found[name], t), name
+        assert torch.equal(actual[name], t), name
     for key, piece in sharded_state(model).items():
         own = piece.as_subclass(torch.Tensor)
         whole = expected[key.removeprefix("model.")].flatten()

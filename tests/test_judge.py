@@ -263,10 +263,10 @@ def test_hung_died_refused(groups, tmp_path, more, outcome, fact):
     path.write_text(AFTER_BACKWARD.format(more=more.replace("\n", "\\n")))
     row = Verdicts().row(str(path), 2, "even")
     try:
-        found = row.outcome_of(groups.run(judged, row.arguments, 2, 3), None)
+        actual = row.outcome_of(groups.run(judged, row.arguments, 2, 3), None)
     except AssertionError as failure:
-        found = row.outcome_of(None, failure)
-    assert found[0] == outcome and found[1].startswith(fact), found
+        actual = row.outcome_of(None, failure)
+    assert actual[0] == outcome and actual[1].startswith(fact), actual
 
 
 def verify(folder, *words):
@@ -412,8 +412,8 @@ def test_what_was_judged_wrongly(groups, tmp_path, code, row, outcome, fact):
     path = tmp_path / "mine.py"
     path.write_text(code)
     for _ in range(2 if "sent = []" in code else 1):
-        found = verdict(groups, path, 2, **row)
-        assert found[0] == outcome and fact in found[1], found
+        actual = verdict(groups, path, 2, **row)
+        assert actual[0] == outcome and fact in actual[1], actual
 
 
 def test_a_file_may_want_more_than_one_rank(tmp_path):

@@ -144,8 +144,8 @@ def test_a_collective(name, W):
         if "does not support" not in str(error):
             raise
         pytest.skip(str(error))
-    found, expected = elements(sent), expected(W, dist.get_rank())
-    assert found == expected, f"{found} elements of {[m.operation for m in sent]}, not {expected}"
+    actual, expected = elements(sent), expected(W, dist.get_rank())
+    assert actual == expected, f"{actual} elements of {[m.operation for m in sent]}, not {expected}"
     assert sum(message.bytes for message in sent) == 4 * expected
 
 
@@ -274,6 +274,6 @@ def test_a_step_is_the_formula(wrapper, recomputed, W):
             model(x).backward()
             optimizer.step()
             optimizer.zero_grad()
-    found = elements(sent)
+    actual = elements(sent)
     expected = expected * (W - 1) / W
-    assert found == pytest.approx(expected, rel=1e-12), f"{found} elements, expected {expected}"
+    assert actual == pytest.approx(expected, rel=1e-12), f"{actual} elements, expected {expected}"

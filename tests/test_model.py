@@ -81,7 +81,7 @@ def test_model_is_a_llama(backend):
     Explicit attention and torch.compile of each block change loss and gradients by rounding only,
     recomputing blocks changes no bit. (With a C++ compiler by --full: that takes a minute.)"""
     idx = torch.arange(32).view(2, 16)
-    found = {}
+    actual = {}
     calls = {}
     targets = idx.roll(-1).masked_fill(idx < 3, -1)
     for how, options in VARIANTS.items():
@@ -96,19 +96,19 @@ def test_model_is_a_llama(backend):
         with torch.profiler.profile() as profiler:
             logits, loss = gpt(idx, targets)
             loss.backward()
-        found[how] = {"logits": logits.detach(), **{n: p.grad for n, p in gpt.named_parameters()}}
+        actual[how] = {"logits": logits.detach(), **{n: p.grad for n, p in gpt.named_parameters()}}
         names = [event.name for event in profiler.events()]
         calls[how] = names.count("aten::scaled_dot_product_attention")
         expected = llama_logits(gpt, idx)
         nats = F.nll_loss(expected.log_softmax(-1).transpose(1, 2), targets, ignore_index=-1)
         assert torch.allclose(logits, expected, atol=1e-5), f"{how}: the logits are no Llama's"
         assert torch.allclose(loss, nats, atol=1e-5), f"{how}: loss {loss:.4f}, not {nats:.4f}"
-        for n, t in found["plain"].items():
-            assert torch.allclose(t, found[how][n], atol=1e-5), f"{how}: {n} differs from plain"
+        for n, t in actual["plain"].items():
+            assert torch.allclose(t, actual[how][n], atol=1e-5), f"{how}: {n} differs from plain"
     assert calls["plain"] == 1, f"plain calls SDPA {calls['plain']} times"
     assert calls["explicit"] == 0, "explicit attention calls SDPA"
     assert calls["recomputed"] == 2, f"a recomputed block calls SDPA {calls['recomputed']} times"
-    same_bits(found["plain"], found["recomputed"], "recomputed")
+    same_bits(actual["plain"], actual["recomputed"], "recomputed")
     raises(ValueError, "17 tokens", gpt, torch.zeros(1, 17, dtype=torch.int64))
     x = torch.ones(1, 1, 16, 6, dtype=torch.bfloat16)
     turned = apply_rotary(x, *rotary_tables(16, 6, 10000.0, x.device))
@@ -118,8 +118,8 @@ def test_model_is_a_llama(backend):
     assert gpt.generate(idx, 3, top_k=2).shape == (2, 19), "three tokens were to be added"
     likeliest = llama_logits(gpt, idx)[:, -1].argmax(-1)
     for options in (dict(temperature=0), dict(top_k=1)):
-        found = gpt.generate(idx, 1, **options)[:, -1]
-        assert torch.equal(found, likeliest), f"{options}: not the likeliest token"
+        actual = gpt.generate(idx, 1, **options)[:, -1]
+        assert torch.equal(actual, likeliest), f"{options}: not the likeliest token"
 
 
 # In millions of parameters.
@@ -207,8 +207,8 @@ def test_no_token_is_beyond_the_vocabulary(W):
     generator = torch.Generator().manual_seed(0)
     prompt = torch.zeros(64, 1, dtype=torch.int64)
     for options in ({}, dict(top_k=128)):
-        found = gpt.generate(prompt, 32, temperature=1e9, generator=generator, **options)
-        assert set(found.flatten().tolist()) == set(range(65)), f"{options}: not all 65 tokens"
+        actual = gpt.generate(prompt, 32, temperature=1e9, generator=generator, **options)
+        assert set(actual.flatten().tolist()) == set(range(65)), f"{options}: not all 65 tokens"
     last, beyond = torch.tensor([[64]]), torch.tensor([[65]])
     gpt(last, last)
     raises(IndexError, "out of range", gpt, beyond)
@@ -304,11 +304,11 @@ def test_a_loss_takes_so_much_memory(backend, most):
     gpt = GPT(GPTConfig(**sizes))
     if backend != "none":
         gpt.compile_blocks()
-    found = peak_in_logits(gpt)
-    assert 1 < found <= most, f"{found:.2f} times the logits"
+    actual = peak_in_logits(gpt)
+    assert 1 < actual <= most, f"{actual:.2f} times the logits"
     if backend == "none":
         without = peak_in_logits(GPT(GPTConfig(pad_vocab_size_to=1, **sizes)))
-        assert found <= 1.03 * without, f"{found:.2f} times the logits, and {without:.2f} without"
+        assert actual <= 1.03 * without, f"{actual:.2f} times the logits, and {without:.2f} without"
 
 
 def test_llama_folders_go_out_and_in(tmp_path):
@@ -356,8 +356,8 @@ def test_another_vocabulary_is_said(tmp_path):
     out, hf, chars = tmp_path / "out", tmp_path / "hf", tmp_path / "chars"
     finish(out, export_hf=hf, max_steps=1)
     sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
-    found = finish(tmp_path / "same", init_from=hf, max_steps=1, **sizes)["stdout"]
-    assert "other ones" not in found, found
+    actual = finish(tmp_path / "same", init_from=hf, max_steps=1, **sizes)["stdout"]
+    assert "other ones" not in actual, actual
     chars.mkdir()
     for name in ("train.bin", "val.bin"):
         (np.arange(999) % 200).astype(np.uint16).tofile(chars / name)
@@ -365,12 +365,12 @@ def test_another_vocabulary_is_said(tmp_path):
     stoi = {character: i for i, character in itos.items()}
     (chars / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=200, itos=itos, stoi=stoi)))
     options = dict(W=2, mode="zero3", init_from=hf, dataset=chars, save_interval=1, **sizes)
-    found = finish(out, max_steps=1, **options)["stdout"]
+    actual = finish(out, max_steps=1, **options)["stdout"]
     fact = f"--init_from {hf} knows 257 tokens, and the tokenizer 200: its weights are for other"
-    assert found.count(fact) == 1, found
+    assert actual.count(fact) == 1, actual
     hf.rename(tmp_path / "gone")
-    found = finish(out, max_steps=2, resume="auto", **options)["stdout"]
-    assert "other ones" not in found and "resumed" in found, found
+    actual = finish(out, max_steps=2, resume="auto", **options)["stdout"]
+    assert "other ones" not in actual and "resumed" in actual, actual
 
 
 @pytest.mark.parametrize("dtype, name", [("int8", "I8"), ("uint8", "U8"), ("float8_e4m3fn", "F8")])
@@ -406,8 +406,8 @@ def test_a_run_outlives_the_folder_it_began_from(n_ranks, mode, tmp_path):
     finish(out, n_ranks, mode=mode, max_steps=2, **options)
     hf.rename(tmp_path / "gone")
     finish(None, n_ranks, argv=["--resume=auto", f"--out_dir={out}", "--max_steps=3"])
-    found = finish(out, 2, mode="zero2", resume="auto", **options)
-    assert found["param_sha256"] == expected, "other bits"
+    actual = finish(out, 2, mode="zero2", resume="auto", **options)
+    assert actual["param_sha256"] == expected, "other bits"
     refused(f"{hf}", tmp_path / "anew", **options)
 
 
@@ -429,6 +429,6 @@ def test_folders_have_the_rows_of_tokens(n_ranks, mode, tmp_path):
         embedding = file.get_tensor("model.embed_tokens.weight")
     assert embedding.shape == (257, 16) and embedding.isfinite().all()
     sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
-    found = finish(tmp_path / "next", n_ranks, mode=mode, init_from=hf, max_steps=1, lr=0, min_lr=0,
-                   plant=memory_is_not_zero, **sizes)
-    assert found["param_sha256"] == expected, "other bits"
+    actual = finish(tmp_path / "next", n_ranks, mode=mode, init_from=hf, max_steps=1, lr=0,
+                    min_lr=0, plant=memory_is_not_zero, **sizes)
+    assert actual["param_sha256"] == expected, "other bits"

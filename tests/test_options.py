@@ -18,12 +18,12 @@ from verify import Block, distributed, no_sync, Odd, same_bits, two_forwards
 
 def forwards_between(model, loss):
     loss(5)  # without a backward
-    found = loss(0)
+    actual = loss(0)
     with torch.inference_mode():
         loss(4)
-    found.backward(retain_graph=True)
+    actual.backward(retain_graph=True)
     model.zero_grad()
-    found.backward()
+    actual.backward()
 
 
 def exceptions(model, loss):
@@ -43,9 +43,9 @@ def no_sync_around_backward(model, loss):
     with no_sync(model):
         loss(3).backward()
     model.zero_grad()  # drops what was held back
-    found = model(torch.ones(3, 5), 0)  # uses what turn 1 leaves out
+    actual = model(torch.ones(3, 5), 0)  # uses what turn 1 leaves out
     with no_sync(model):
-        found.backward()
+        actual.backward()
     model(torch.ones(3, 5), 1).backward()
 
 
@@ -98,8 +98,8 @@ def assert_same(wrapper, modules, naive="naive", around=None, **options):
     for name in modules:
         expected = distributed(WRAPPERS[naive], name, **options)
         with AROUND[around]() if around else nullcontext():
-            found = distributed(WRAPPERS[wrapper], name, **options)
-        same_bits(expected, found, f"{wrapper}, {name}")
+            actual = distributed(WRAPPERS[wrapper], name, **options)
+        same_bits(expected, actual, f"{wrapper}, {name}")
 
 
 @pytest.mark.limit(120)
@@ -157,5 +157,5 @@ def compiled(wrap, module):
 def test_compiling_changes_no_bit(wrapper):
     """torch.compile of each block gives the same bits with and without a wrapper."""
     expected = distributed(partial(compiled, WRAPPERS["naive"]), "gpt")
-    found = distributed(partial(compiled, WRAPPERS[wrapper]), "gpt")
-    same_bits(expected, found, wrapper)
+    actual = distributed(partial(compiled, WRAPPERS[wrapper]), "gpt")
+    same_bits(expected, actual, wrapper)

@@ -31,9 +31,9 @@ def test_oracle_has_one_hash():
             whole["1"] = psi, psi, 2 * psi / W
             whole["2"] = psi, psi / W, 2 * psi / W
             whole["3"] = psi / W + n_parameters, psi / W, 2 * psi / W
-            for found, expected in zip((parameters, gradients, adam), whole[mode]):
+            for actual, expected in zip((parameters, gradients, adam), whole[mode]):
                 rounded = 2 * n_parameters  # a piece may have one element more than another
-                assert abs(found - expected) <= rounded, f"{mode}: {held} bytes, expected {whole}"
+                assert abs(actual - expected) <= rounded, f"{mode}: {held} bytes, expected {whole}"
             least = dict(single=0, ddp=2, **{"1": 2, "2": micro_steps + 1})
             n_sent = sum(gather(sent)) / W
             if mode == "3":  # and what the backward needs again: nearly all are its weights

@@ -48,12 +48,12 @@ def test_public_models(name, wrapper):
     """They send, hold and overlap in the fourth step what they do if they are registered in order,
     and overlap as much as in torch's wrappers."""
     in_order = orders.watch(wrapper, name, is_in_order=True)
-    found = orders.watch(wrapper, name)
-    growth = found.pop("growth"), in_order.pop("growth")
-    assert found == in_order
+    actual = orders.watch(wrapper, name)
+    growth = actual.pop("growth"), in_order.pop("growth")
+    assert actual == in_order
     assert abs(growth[0] - growth[1]) < 1, f"kB more in a backward: {growth}"
     torchs = orders.watch("torch ddp" if wrapper == "ddp" else "fsdp2", name)
-    assert found["overlapped"] >= torchs["overlapped"], f"{found}, torch's {torchs}"
+    assert actual["overlapped"] >= torchs["overlapped"], f"{actual}, torch's {torchs}"
 
 
 # ---- what may come in a first step
@@ -70,15 +70,15 @@ def assert_learned(model, order, way_back=None):
     blocks = [str(i) for i in order]
     assert model._knows_order
     if not isinstance(model, PlainDDP):
-        found = names_of(model._units)
-        assert found == ["the root", *blocks], f"units are {found}"
+        actual = names_of(model._units)
+        assert actual == ["the root", *blocks], f"units are {actual}"
     if isinstance(model, PlainZero3):
-        found = names_of(model._way_back)
+        actual = names_of(model._way_back)
         expected = blocks[::-1] if way_back is None else [str(i) for i in way_back]
-        assert found == expected, f"the way back is {found}, expected is {expected}"
+        assert actual == expected, f"the way back is {actual}, expected is {expected}"
     first = [bucket.slots[0].fqn for bucket in model._buckets if "blocks" in bucket.slots[0].fqn]
-    found = list(dict.fromkeys(fqn.split(".")[1] for fqn in first))
-    assert found == blocks[::-1], f"buckets are of {found}"
+    actual = list(dict.fromkeys(fqn.split(".")[1] for fqn in first))
+    assert actual == blocks[::-1], f"buckets are of {actual}"
 
 
 def assert_gradients_of_one_process(model, order, idx=IDX):
@@ -90,15 +90,15 @@ def assert_gradients_of_one_process(model, order, idx=IDX):
     plain(idx).backward()
     model.module.order = order
     starts = model.shard_starts()
-    found = step_of(model, idx)
+    actual = step_of(model, idx)
     for name, p in plain.named_parameters():
-        key = name if name in found else f"module.{name}"
+        key = name if name in actual else f"module.{name}"
         if p.grad is None:
-            assert key not in found or not found[key].any(), name
+            assert key not in actual or not actual[key].any(), name
             continue
         whole = p.grad.contiguous().flatten()
-        n = found[key].numel()
-        assert torch.equal(found[key].flatten(), whole[starts[name]:starts[name] + n]), name
+        n = actual[key].numel()
+        assert torch.equal(actual[key].flatten(), whole[starts[name]:starts[name] + n]), name
 
 
 @pytest.mark.ranks(2)
@@ -134,10 +134,10 @@ def assert_means(model, orders_of_ranks):
             if p.grad is not None:
                 means[name] = means.get(name, 0) + p.grad / 2
     model.module.order = orders_of_ranks[dist.get_rank()]
-    found = step_of(model, IDX)
+    actual = step_of(model, IDX)
     model.zero_grad()
     for name, start in model.shard_starts().items():
-        gradient = found.get(name, found.get(f"module.{name.removeprefix('module.')}"))
+        gradient = actual.get(name, actual.get(f"module.{name.removeprefix('module.')}"))
         mean = means.get(name.removeprefix("module."))
         if mean is None:
             assert gradient is None, f"nobody has used {name}"
@@ -282,13 +282,13 @@ def test_what_agreeing_costs(wrapper):
         if operation == "broadcast":
             broadcasts.append(tensors[0].nbytes)
 
-    found = []
+    actual = []
     for step in range(3):
         broadcasts.clear()
         with every_collective(note):
             step_of(model, IDX)
         model.zero_grad()
-        found.append(list(broadcasts))
+        actual.append(list(broadcasts))
     n_parameters, n_units = 16, 7
     expected = [8 * n_parameters]
     if wrapper != "ddp":
@@ -297,8 +297,8 @@ def test_what_agreeing_costs(wrapper):
         expected.append(8 * n_units)
     if wrapper.startswith("plain"):
         expected = []
-    assert sorted(found[0]) == sorted(expected), found[0]
-    assert found[1:] == [[], []], found
+    assert sorted(actual[0]) == sorted(expected), actual[0]
+    assert actual[1:] == [[], []], actual
 
 
 @pytest.mark.ranks(2)
@@ -334,12 +334,12 @@ def test_ddp_frees_old_buckets():
 @pytest.mark.ranks(2)
 def test_ddp_fills_buckets_anew():
     """Those of a module registered in order: none has parameters from both ends of it."""
-    found = []
+    actual = []
     for is_in_order in (False, True):
         model = DDP(orders.build("AnnotatedTransformer", is_in_order), bucket_cap_mb=0.02)
         model(0).backward()
-        found.append([{slot.fqn for slot in bucket.slots} for bucket in model._buckets])
-    assert len(found[0]) > 5 and found[0] == found[1]
+        actual.append([{slot.fqn for slot in bucket.slots} for bucket in model._buckets])
+    assert len(actual[0]) > 5 and actual[0] == actual[1]
 
 
 # ---- units that a backward does not ask for
@@ -447,8 +447,8 @@ def test_a_rank_keeps_what_it_cannot_gather_alone():
         for i, mean in means.items():
             shard = dict(model.named_parameters())[f"blocks.{i}.weight"]
             start = starts[f"blocks.{i}.weight"]
-            found = shard.grad.as_subclass(torch.Tensor).flatten()
-            torch.testing.assert_close(found, mean[start:start + shard.numel()])
+            actual = shard.grad.as_subclass(torch.Tensor).flatten()
+            torch.testing.assert_close(actual, mean[start:start + shard.numel()])
         model.zero_grad()
     assert names_of(model._way_back) == ["3", "2", "0"]
 
@@ -617,9 +617,9 @@ def test_ranks_skip_a_tower(case, place, wrapper, collectives):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        found = dict(model.full_parameters())
+        actual = dict(model.full_parameters())
         for name, p in plain.named_parameters():
-            assert torch.allclose(found[name], p, atol=1e-6), f"{name} in the end"
+            assert torch.allclose(actual[name], p, atol=1e-6), f"{name} in the end"
 
 
 @pytest.mark.ranks(2)

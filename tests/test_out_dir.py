@@ -234,9 +234,9 @@ def test_a_file_system_without_locks_is_told(name, tmp_path):
     number = getattr(errno, name)
     fact = rf"\Atrain\.py: \S*/\.lock: {os.strerror(number)}: so other runs may write there.*\n\Z"
     for resume in (None, "auto"):
-        found = finish(tmp_path, 2, mode="zero2", plant=partial(fail_to_lock, number), fact=fact,
-                       save_interval=4, resume=resume)
-        assert found["steps"] == 4
+        actual = finish(tmp_path, 2, mode="zero2", plant=partial(fail_to_lock, number), fact=fact,
+                        save_interval=4, resume=resume)
+        assert actual["steps"] == 4
 
 
 def die_in_starts(places):
@@ -292,14 +292,14 @@ def test_another_agents_run_is_not_gone_on_with(tmp_path):
     """A restart in whose first start nothing happened here goes on with no earlier run, unless
     --resume says so; one that has begun does."""
     expected = finish(tmp_path, save_interval=1)["param_sha256"]
-    found = finish(tmp_path, plant=start_again)
-    assert "all 4 steps have been made" in found["stdout"], found
-    found = finish(tmp_path, save_interval=1, plant=of_another_agent)
-    assert "of an earlier run: moved to" in found["stdout"], found
-    assert "Delete it if you do not need it; there is 1 of this kind" in found["stdout"], found
-    assert "step     1/4" in found["stdout"] and found["param_sha256"] == expected, found
-    found = finish(tmp_path, save_interval=1, plant=of_another_agent, resume="auto")
-    assert "all 4 steps have been made" in found["stdout"], found
+    actual = finish(tmp_path, plant=start_again)
+    assert "all 4 steps have been made" in actual["stdout"], actual
+    actual = finish(tmp_path, save_interval=1, plant=of_another_agent)
+    assert "of an earlier run: moved to" in actual["stdout"], actual
+    assert "Delete it if you do not need it; there is 1 of this kind" in actual["stdout"], actual
+    assert "step     1/4" in actual["stdout"] and actual["param_sha256"] == expected, actual
+    actual = finish(tmp_path, save_interval=1, plant=of_another_agent, resume="auto")
+    assert "all 4 steps have been made" in actual["stdout"], actual
 
 
 def is_there(pid):

@@ -52,10 +52,10 @@ def test_a_wrapper_adds_this(wrapper, W):
     """Exactly so many operations, and at most so many calls: these differ a little between versions
     of Python, so 3 % more are none too many."""
     expected = Counts(*EXPECTED[wrapper, W])
-    found = count(wrapper, CPU) - without_wrapper()
-    fact = f"{found} is not {expected}; if that is meant:\n{line_of_test(wrapper, W, found)}"
-    assert astuple(found)[:-1] == astuple(expected)[:-1], fact
-    assert found.calls <= math.ceil(1.03 * expected.calls), fact
+    actual = count(wrapper, CPU) - without_wrapper()
+    fact = f"{actual} is not {expected}; if that is meant:\n{line_of_test(wrapper, W, actual)}"
+    assert astuple(actual)[:-1] == astuple(expected)[:-1], fact
+    assert actual.calls <= math.ceil(1.03 * expected.calls), fact
 
 
 @pytest.mark.ranks(2)

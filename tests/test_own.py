@@ -211,10 +211,10 @@ def test_imports_of_hooks(write):
 def test_a_file_in_the_project():
     """All is ours there."""
     with own_file(ROOT / "model.py").imports() as module:
-        import ddp as found
+        import ddp as actual
         import tests.own as also
         assert module.__name__ == "model" and module.__file__ == f"{ROOT}/model.py"
-        assert found is ddp and also.own_file is own_file
+        assert actual is ddp and also.own_file is own_file
     assert verify.GPT is sys.modules["model"].GPT
 
 

@@ -40,8 +40,8 @@ def test_page_has_this_step(mode):
     events, _ = record_step.record(mode)
     W = dist.get_world_size()
     name = f"{mode} {W}"
-    found = record_step.difference({name: runs_of_page()[name]}, {name: events})
-    assert found is None, found
+    actual = record_step.difference({name: runs_of_page()[name]}, {name: events})
+    assert actual is None, actual
     psi = UNITS * len(record_step.SAMPLES[W][0])
     assert events[0]["held"] == [sum(formula_of_bytes(mode, W)) * psi] * W
     still_whole = 3 / UNITS  # the root and two blocks
@@ -271,7 +271,7 @@ LOOKS = {".": "none", "z": "blank", "v": "own", "o": "raw", "s": "way", "~": "wa
 def cells_expected(cells, W, owners):
     """[(text, looks)] of the record's cells, in the order of the page: rank, row, unit, element.
     owners: of the elements of a parameter; of DDP []."""
-    found = []
+    actual = []
     for rank in range(W):
         for row in "pgmv":
             for unit in range(UNITS):
@@ -281,8 +281,8 @@ def cells_expected(cells, W, owners):
                         look = "copy"
                     text = "…" if cell == "~" else cell[1:].replace("-", "−")
                     looks = {"cell", look} | ({"twice"} if cell[0].isupper() else set())
-                    found.append((text, looks))
-    return found
+                    actual.append((text, looks))
+    return actual
 
 
 def copies_of(cell):
@@ -336,11 +336,11 @@ def assert_arrows(arrows, boxes, under_way, started, W):
                 ends.append(boxes[place][2:])
             is_down = receiver > sender
             y1, y2 = ends[0][is_down], ends[1][not is_down]
-            found = []
+            actual = []
             for x, y_begin, y_end, is_new in arrows:
                 if left < x < right and [y_begin, y_end] == pytest.approx([y1, y2], abs=0.5):
-                    found.append(is_new)
-            assert found == [number in started], f"{number}: {arrows}"
+                    actual.append(is_new)
+            assert actual == [number in started], f"{number}: {arrows}"
     assert len(arrows) == n_arrows, f"{len(arrows)} arrows for {n_arrows} messages"
 
 
@@ -365,10 +365,10 @@ def test_page_shows_each_event(page, name):
         sent = sent_by_ranks(events[:i + 1], int(W))
         most = [max(pair) for pair in zip(most, event["held"])]
         shown = page.evaluate(STATE)
-        found = []
+        actual = []
         for text, looks, _ in shown["cells"]:
-            found.append((text, set(looks) - {"long", "changed", "was"}))
-        assert found == cells_expected(cells, int(W), owners_of(mode, int(W))), event
+            actual.append((text, set(looks) - {"long", "changed", "was"}))
+        assert actual == cells_expected(cells, int(W), owners_of(mode, int(W))), event
         expected = []
         for rank, held in enumerate(event["held"]):
             of_rank = [row for key, row in cells.items() if key[0] == str(rank)]
@@ -513,12 +513,12 @@ def test_page_opens_at_events(page, name):
 
 def moments_of(events):
     """For each event how many have come, up to it, of those that all modes have in common."""
-    found = []
+    actual = []
     n = 0
     for event in events:
         n += event["what"].split(":")[0] in ("forward", "loss", "backward", "update", "zero_grad")
-        found.append(n)
-    return found
+        actual.append(n)
+    return actual
 
 
 def test_page_shows_two(page):
@@ -607,11 +607,11 @@ CURVE = """() => {
 
 def bytes_of_line(points, to_bytes):
     """What a line shows at each event: it goes to an event, and then up or down."""
-    found = []
+    actual = []
     for letter, _, y in points:
         if letter in "MV":
-            found.append(round(to_bytes(y)))
-    return found
+            actual.append(round(to_bytes(y)))
+    return actual
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -872,8 +872,8 @@ def test_page_shows_times(page, mode, rate):
                    for begin, end in of_kind[kind])
     assert computed == pytest.approx(computes, abs=0.1)
     for text, numbers in zip(shown["texts"], texts, strict=True):
-        found = re.search(r": ([\d.]+) ms, ([\d.]+) ms exposed", text)
-        assert [float(found[1]), float(found[2])] == pytest.approx(numbers, abs=0.6), text
+        actual = re.search(r": ([\d.]+) ms, ([\d.]+) ms exposed", text)
+        assert [float(actual[1]), float(actual[2])] == pytest.approx(numbers, abs=0.6), text
     note = texts_of(page, "#rate-note")[0]
     assert ("as it was recorded" in note) == (rate is None), note
     assert ("and not recorded" in note and "n / rate" in note) == (rate is not None), note
@@ -943,7 +943,7 @@ def test_page_has_verifys_formulas(page, dtypes):
             page.fill(f"#in-{key}", f"{value:g}")
         for mode in MODES:
             section = page.locator(f"#answers [data-mode={mode}]")
-            found = json.loads(section.evaluate("e => JSON.stringify(e.dataset)"))
+            actual = json.loads(section.evaluate("e => JSON.stringify(e.dataset)"))
             if dtypes == "paper":
                 whole = dict(ddp=16, zero1=4, zero2=2, zero3=0)[mode]
                 held = (whole + (16 - whole) / W) * psi
@@ -955,7 +955,7 @@ def test_page_has_verifys_formulas(page, dtypes):
             gathered = two_blocks * psi * (4 if dtypes == "fp32" else 2) if mode == "zero3" else 0
             sent = formula_of_traffic(mode, n, two_blocks) * (W - 1) / W * psi
             for key, expected in dict(held=held, gathered=gathered, sent=sent).items():
-                assert float(found[key]) == pytest.approx(expected), f"{mode} {key} {found}"
+                assert float(actual[key]) == pytest.approx(expected), f"{mode} {key} {actual}"
     page.fill("#in-psi", "7e9")
     page.fill("#in-W", "8")
     shown = page.locator("#answers h2 span:last-child").all_text_contents()

@@ -73,7 +73,7 @@ def test_layers_only_add(wrapper):
     """
     plain = [Wrapper, Reducer, PlainDDP, Stage, PlainZero1, PlainZero2, PlainZero3]
     kinds = wrapper.__mro__
-    found = {}
+    actual = {}
     for i, layer in enumerate(kinds):
         if layer in plain or layer.__module__ not in ("ddp", "zero", "guards"):
             continue
@@ -82,11 +82,11 @@ def test_layers_only_add(wrapper):
             if not isinstance(method, ast.FunctionDef):
                 continue
             if any(method.name in vars(kind) for kind in below):
-                found[f"{layer.__name__}.{method.name}"] = ways_through(method.body, method.name)
-    assert len(found) > 15, "this test does not see the layers"
-    replaced = {name for name, ways in found.items() if "called" not in ways}
+                actual[f"{layer.__name__}.{method.name}"] = ways_through(method.body, method.name)
+    assert len(actual) > 15, "this test does not see the layers"
+    replaced = {name for name, ways in actual.items() if "called" not in ways}
     assert not replaced, f"{wrapper.__name__} does not run what is read: {replaced}"
-    without = {name for name, ways in found.items() if ways - {"called"}}
+    without = {name for name, ways in actual.items() if ways - {"called"}}
     assert without <= WITHOUT_SUPER.keys(), f"without super: {without - WITHOUT_SUPER.keys()}"
 
 
@@ -113,8 +113,8 @@ def test_plain_has_the_bits_of_the_oracle(stage, micro_steps):
     options = dict(micro_steps=micro_steps, each_synced=number > 1)
     for name in ("gpt", "recomputed"):
         expected = distributed(partial(ByHand, number), name, **options)
-        found = distributed(STAGES[stage], name, **options)
-        same_bits(expected, found, f"{stage}, {name}")
+        actual = distributed(STAGES[stage], name, **options)
+        same_bits(expected, actual, f"{stage}, {name}")
 
 
 @pytest.mark.ranks(2)
@@ -131,10 +131,10 @@ def test_plain_memory(stage):
 def test_plain_memory_on_three_ranks(stage):
     """As the proof's row, but buckets are padded, as three does not divide them."""
     before = live_bytes()
-    found = {}
+    actual = {}
 
     def note(phase, *_):
-        found[phase] = live_bytes() - before
+        actual[phase] = live_bytes() - before
 
     model = STAGES[stage](Chain(12, 64))
     psi = sum(bucket.n for bucket in model._all_buckets())
@@ -157,7 +157,7 @@ def test_plain_memory_on_three_ranks(stage):
               "forward": (held - means, held - means + (whole + 0.3) * unit),
               "backward": (held - means, held - means / 2 + (whole + on_the_way + 0.3) * unit)}
     for phase, (least, most) in bounds.items():
-        assert 0.97 * least <= found[phase] <= most, f"{phase}: {found[phase]}, {least} to {most}"
+        assert 0.97 * least <= actual[phase] <= most, f"{phase}: {actual[phase]}, {least} to {most}"
 
 
 @pytest.mark.ranks(2)
@@ -184,11 +184,11 @@ def test_plain_traffic(wrapper):
                         model(x).backward()
             optimizer.step()
             optimizer.zero_grad()
-        found = sum(received) / (psi / 2)
+        actual = sum(received) / (psi / 2)
         expected = 2 * steps
         if wrapper in STAGES:
             expected = verify.formula_of_traffic(wrapper, steps, (2 * unit + root) / psi)
-        assert abs(found - expected) < 0.02, f"{steps} micro-steps: {found}, expected {expected}"
+        assert abs(actual - expected) < 0.02, f"{steps} micro-steps: {actual}, expected {expected}"
 
 
 class Shared(torch.nn.Module):
@@ -274,7 +274,7 @@ def test_plain_accumulates_what_was_not_zeroed(stage):
 @pytest.mark.parametrize("wrapper", PLAIN)
 def test_plain_takes_a_closure(wrapper):
     """The forward of a closure comes before the update of its step: so the next one gathers."""
-    found = {}
+    actual = {}
     for is_wrapped in (False, True):
         model = PLAIN[wrapper](Shared()) if is_wrapped else Shared()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -288,8 +288,8 @@ def test_plain_takes_a_closure(wrapper):
         losses = [optimizer.step(closure).item() for _ in range(3)]
         with torch.no_grad():
             losses.append(model(torch.arange(11)).item())
-        found[is_wrapped] = losses
-    assert found[True] == found[False] and len(set(found[True])) == 4
+        actual[is_wrapped] = losses
+    assert actual[True] == actual[False] and len(set(actual[True])) == 4
 
 
 @pytest.mark.ranks(2)

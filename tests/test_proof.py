@@ -19,7 +19,7 @@ from verify import memory_is_the_formulas, PROOF, traffic_is_the_formulas
 
 
 def parameters():
-    found = []
+    actual = []
     for check in itertools.chain(*PROOF.values()):
         samples = rows_of(check, is_full=False)
         for row in rows_of(check, is_full=True):
@@ -28,8 +28,8 @@ def parameters():
             marks = [pytest.mark.limit(row.check.limit_s)]
             if row not in samples:
                 marks.append(pytest.mark.full)
-            found.append(pytest.param(row.check, row.arguments, row.W, id=name, marks=marks))
-    return found
+            actual.append(pytest.param(row.check, row.arguments, row.W, id=name, marks=marks))
+    return actual
 
 
 def what_counts(row):
@@ -88,8 +88,8 @@ def test_a_file_need_not_know_of_devices():
     with (mock.patch.object(own, "device", lambda: torch.device("meta")),
           mock.patch.object(torch.Tensor, "cpu", lambda t: torch.zeros(t.shape))):
         for kind in ("cpu", "meta"):
-            found = own.on_device(partial(loss_on, kind), module, 0, 0)
-            assert found.device.type == kind
+            actual = own.on_device(partial(loss_on, kind), module, 0, 0)
+            assert actual.device.type == kind
     assert seen == ["meta", "meta"]
     assert len(module._forward_pre_hooks) == 1 and not module._forward_hooks
 

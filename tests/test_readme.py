@@ -75,7 +75,7 @@ def test_readme_commands_run(page, package, tmp_path):
             assert result["world_size"] == W and math.isfinite(result["val_loss"]), line
             hashes[line] = result.get("param_sha256")
     if page == "README":
-        claim = [found for line, found in hashes.items() if "--max_steps 20" in line]
+        claim = [actual for line, actual in hashes.items() if "--max_steps 20" in line]
         assert len(claim) == 2 and len(set(claim)) == 1, claim
 
 
@@ -186,9 +186,9 @@ def use_using(folder, stage, begins):
     else:
         exec(load, names)
     step_alike(model, optimizer)
-    found = net.state_dict() if stage is None else model.full_state_dict()
+    actual = net.state_dict() if stage is None else model.full_state_dict()
     if dist.get_rank() == 0:
-        torch.save(found, f"{folder}/{stage}.pt")
+        torch.save(actual, f"{folder}/{stage}.pt")
 
 
 def step_alike(model, optimizer):
@@ -224,9 +224,9 @@ def use_usings_loop(out_dir, last_step):
         names["step"] += 1
         step_alike(model, optimizer)
         exec(save, names)
-    found = model.full_state_dict()
+    actual = model.full_state_dict()
     if dist.get_rank() == 0:
-        torch.save(found, f"{out_dir}/{last_step}.pt")
+        torch.save(actual, f"{out_dir}/{last_step}.pt")
         os.close(names["lock"].file)  # as at the end of its process
 
 
@@ -319,7 +319,7 @@ def in_order(lines, text):
     """The first of lines that text does not have after those before it; None if it has all."""
     rest = iter(text.splitlines())
     for line in lines:
-        if not any(line in found for found in rest):
+        if not any(line in actual for actual in rest):
             return line
     return None
 
@@ -328,9 +328,9 @@ def traces():
     """The course's commands with --trace, and the excerpts of what they print, as parameters."""
     text = PAGES["course"].read_text()
     block = r"^```sh\n(torchrun [^\n]*--trace[^\n]*)\n```\n```\n(.*?)^```$"
-    found = re.findall(block, text, re.MULTILINE | re.DOTALL)
-    assert len(found) == 4, "the course has a trace of each mode"
-    return [pytest.param(*pair, id=pair[0].split()[4]) for pair in found]
+    actual = re.findall(block, text, re.MULTILINE | re.DOTALL)
+    assert len(actual) == 4, "the course has a trace of each mode"
+    return [pytest.param(*pair, id=pair[0].split()[4]) for pair in actual]
 
 
 @pytest.mark.parametrize("command, excerpt", traces())
@@ -370,8 +370,8 @@ def test_course_has_this_table(tmp_path):
 
     expected = re.sub(r"\b[0-9a-f]{8}\b", name_of, text)
     names.clear()
-    found = re.sub(r"\b[0-9a-f]{8}\b", name_of, run.stdout[0])
-    assert found == expected
+    actual = re.sub(r"\b[0-9a-f]{8}\b", name_of, run.stdout[0])
+    assert actual == expected
 
 
 def arguments_of(command):
@@ -384,9 +384,9 @@ def breaks():
     """The course's tables of breaks as parameters: a file, a line of it, what is put there, what
     one sees then, and the command of a check."""
     row = r"^\| \[(\S+)\]\(\.\./\1#L\d+\) `(.*?)` \| `(.*?)` \| (.*) \| `([^`]+)` \|$"
-    found = re.findall(row, PAGES["course"].read_text(), re.MULTILINE)
-    assert found, "no table of breaks"
-    return [pytest.param(*values, id=slug(" ".join(values[:2]))) for values in found]
+    actual = re.findall(row, PAGES["course"].read_text(), re.MULTILINE)
+    assert actual, "no table of breaks"
+    return [pytest.param(*values, id=slug(" ".join(values[:2]))) for values in actual]
 
 
 @pytest.mark.full
@@ -411,34 +411,34 @@ def test_breaks_are_caught(file, old, new, seen, command, tmp_path):
 
 def headings_of(path):
     """The names of a page's headings in links."""
-    found = set()
+    actual = set()
     for heading in re.findall(r"^#+ (.*)$", prose_of(path), re.MULTILINE):
-        found.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
-    return found
+        actual.add(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-"))
+    return actual
 
 
 @cache
 def definitions(path):
     """{name, such as "Bucket.put": its node} of a Python file."""
-    found = {}
+    actual = {}
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = node
+            actual[node.name] = node
         if isinstance(node, ast.ClassDef):
             for method in node.body:
                 if isinstance(method, ast.FunctionDef):
-                    found[f"{node.name}.{method.name}"] = method
-    return found
+                    actual[f"{node.name}.{method.name}"] = method
+    return actual
 
 
 def names_in(text):
     """[(a file as a page names it, a function or class of it)] of links such as [`name`](file#L7).
     """
-    found = []
+    actual = []
     for names, file in re.findall(r"\[(`[^]]*`)\]\(([\w./]+\.py)(?:#L\d+)?\)", text):
         for name in re.findall(r"`([\w.]+)`", names):
-            found.append((file, name))
-    return found
+            actual.append((file, name))
+    return actual
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -685,5 +685,5 @@ def test_readme_names_checks():
         elif "-k" in words:
             for choice in words[words.index("-k") + 1].split(" or "):
                 parts = choice.split(" and ")
-                found = [line for line in listing if all(part in line for part in parts)]
-                assert found, f"no test has {choice}: {command}"
+                actual = [line for line in listing if all(part in line for part in parts)]
+                assert actual, f"no test has {choice}: {command}"

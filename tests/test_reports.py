@@ -613,8 +613,8 @@ def test_steps_are_compiled(wrapper):
             step()
             clear()
         results.append([norm, *(p for _, p in model.full_parameters())])
-    for expected, found in zip(*results):
-        assert torch.equal(expected, found)
+    for expected, actual in zip(*results):
+        assert torch.equal(expected, actual)
 
 
 # ---- a weight reaches the backward, but not by save_for_backward
@@ -776,8 +776,8 @@ def test_all_dtypes_are_sent(wrapper):
     for i, t in enumerate(of_rank_0):
         bits = t.contiguous().view(-1, 1).view(torch.uint8)
         for name in (f"buffer_{i}", f"frozen_{i}"):
-            found = whole[name] if name in whole else getattr(module, name, t)
-            found_bits = found.contiguous().view(-1, 1).view(torch.uint8)
+            actual = whole[name] if name in whole else getattr(module, name, t)
+            found_bits = actual.contiguous().view(-1, 1).view(torch.uint8)
             assert torch.equal(found_bits, bits), f"{name}, {t.dtype}"
         scalar = getattr(module, f"scalar_{i}").view(1).view(torch.uint8)
         assert torch.equal(scalar, bits[0]), f"scalar_{i}, {t.dtype}"

@@ -268,21 +268,21 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
     assert ("torch" in mode) == (result["comm_exposed_ms"] is None), result
     facts = dict(mode=mode, world_size=W, steps=max_steps, threads=1,
                  val_loss=entries[-1]["val_loss"])
-    found = {name: result[name] for name in facts}
-    assert found == facts, f"RESULT has {found}, expected are {facts}"
+    actual = {name: result[name] for name in facts}
+    assert actual == facts, f"RESULT has {actual}, expected are {facts}"
     kind = mode
     for name in ("param_dtype", "reduce_dtype"):
         if f"{mode} {name}" in BYTES and name in options:
             kind = f"{mode} {name}"
     whole, sharded = BYTES.get(kind, (16, 0))
     expected = whole + sharded / (W if shard_size is None else shard_size)
-    found = result["bytes_per_param"]
+    actual = result["bytes_per_param"]
     if options.get("optimizer") == "muon":
         # One number of state for a matrix of blocks, not two; and its owner has all of it.
         least, most = expected - 4, 1.5 * expected
     else:
         least, most = 0.98 * expected, 1.02 * expected
-    assert least < found < most, f"{found} bytes a parameter, expected are {least} to {most}"
+    assert least < actual < most, f"{actual} bytes a parameter, expected are {least} to {most}"
     traces = [path.read_text() for path in folder.glob("*trace*")]
     assert len(traces) == (W if profile else 0), f"{len(traces)} traces"
     for trace in traces:
@@ -291,8 +291,8 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
     if "trace" in options:
         ranges = ranges_of_trace(result["stdout"])
         assert [*ranges] == [*range(W)], f"the trace has ranks {[*ranges]}"
-        for found in ranges.values():
-            assert_sensible(found, mode)
+        for actual in ranges.values():
+            assert_sensible(actual, mode)
     if "wandb" in options:
         expected = []
         for entry in entries:
@@ -339,11 +339,11 @@ def test_stories(story, shared_folder, tmp_path):
     another world size, or whose rank raises, dies, hangs, is told to stop or has a full disk: it
     ends in time, and says in which step. metrics.jsonl, RESULT and traces are as documented."""
     is_first = story is story.family.stories[0]
-    found = None if is_first else tell(story, tmp_path)
+    actual = None if is_first else tell(story, tmp_path)
     expected = story.family.expected(shared_folder)
     for what, value in expected.items():
-        assert is_first or found[what] == value, (
-            f"{what} is {found[what]}, in {story.family.stories[0]} {value}")
+        assert is_first or actual[what] == value, (
+            f"{what} is {actual[what]}, in {story.family.stories[0]} {value}")
 
 
 def test_families_differ(shared_folder):
@@ -359,9 +359,9 @@ def test_families_differ(shared_folder):
 def test_short_rest_has_no_trace(tmp_path):
     """A run that resumes with --trace, and has less than three steps left, goes on and says so."""
     finish(tmp_path, save_interval=1)
-    found = finish(tmp_path, save_interval=1, resume="auto", max_steps=6, trace=True)
-    assert "no trace: it begins in the third step, and there are 2 more" in found["stdout"]
-    assert found["steps"] == 6
+    actual = finish(tmp_path, save_interval=1, resume="auto", max_steps=6, trace=True)
+    assert "no trace: it begins in the third step, and there are 2 more" in actual["stdout"]
+    assert actual["steps"] == 6
 
 
 def die_in(*functions):
@@ -434,9 +434,9 @@ def test_torchrun_goes_on(event, tmp_path):
         agent.join(60)
     printed = (tmp_path / "stdout").read_text()
     entries = lines_of(out / "metrics.jsonl")
-    found = re.findall(r"^resumed.* on (\d) ranks? \((\d) before\)$", printed, re.MULTILINE)
+    actual = re.findall(r"^resumed.* on (\d) ranks? \((\d) before\)$", printed, re.MULTILINE)
     restarts = [(str(now), str(before)) for before, now in itertools.pairwise(event.worlds)]
-    assert found == restarts, f"restarts (now, before) {found}, expected {restarts}: {printed}"
+    assert actual == restarts, f"restarts (now, before) {actual}, expected {restarts}: {printed}"
     assert agents[0].exitcode == 0, f"the agent ended with {agents[0].exitcode}: {printed[-2000:]}"
     assert f'"param_sha256": "{expected}"' in printed, f"other bits than {expected}: {printed}"
     assert [entry["step"] for entry in entries] == [*range(1, event.steps + 1)]
@@ -492,8 +492,8 @@ def test_a_run_is_a_plain_loop(tmp_path):
             assert abs(ratio - 1) < 1e-12, f"step {step + 1}: {name} is {ratio:.8f} x expected"
     assert len(batches) == n * len(entries), f"{len(batches)} micro batches in {len(entries)} steps"
     assert result["param_sha256"] == sha256_of(gpt), "other bits"
-    found = finish(tmp_path / "two", 2, mode="zero2", **options)["param_sha256"]
-    assert found == result["param_sha256"], "other bits on two ranks"
+    actual = finish(tmp_path / "two", 2, mode="zero2", **options)["param_sha256"]
+    assert actual == result["param_sha256"], "other bits on two ranks"
     # Losses are finite, and gradients are not, on one rank in the first step.
     finish(tmp_path / "bad", 2, mode="zero2", plant=partial(spoil, "embedding", (2,), math.inf),
            **options)

@@ -87,11 +87,11 @@ def whole_weights(model):
     """{name: whole parameter}, of what `WRAPPERS` has."""
     if hasattr(model, "full_parameters"):
         return {name: p.clone() for name, p in model.full_parameters()}
-    found = {}
+    actual = {}
     for name, p in model.named_parameters():
         p = p.detach()
-        found[name.removeprefix("module.")] = p.full_tensor() if hasattr(p, "full_tensor") else p
-    return found
+        actual[name.removeprefix("module.")] = p.full_tensor() if hasattr(p, "full_tensor") else p
+    return actual
 
 
 def leg(wrapper, optimizer, folder, begins, steps, n):
@@ -140,9 +140,9 @@ def test_any_wrapper_reads_another(first, second, n_ranks, optimizer, groups, tm
                n_first, 60)
     groups.run(leg, dict(options, wrapper=second, begins=False, steps=[2, 3], n=n_ranks), n_ranks,
                60)
-    found = torch.load(f"{folder}.pt")
+    actual = torch.load(f"{folder}.pt")
     groups.run(unbroken, dict(options, ns=[n_first, n_first, n_ranks, n_ranks]), 1, 60)
-    same_bits(torch.load(f"{folder}.pt"), found)
+    same_bits(torch.load(f"{folder}.pt"), actual)
 
 
 # ---- the whole state, which rank 0 saves by itself
@@ -222,16 +222,16 @@ def test_whole_state_goes_anywhere(first, n_first, second, n_second, optimizer, 
     groups.run(unbroken_whole, dict(options, ns=ns), 1, 60)
     expected_weights, expected_states = torch.load(path)
     same_bits(expected_weights, weights)
-    for expected, found in zip(expected_states, states, strict=True):
-        same_groups(expected["param_groups"], found["param_groups"])
-        assert expected["state"].keys() == found["state"].keys()
+    for expected, actual in zip(expected_states, states, strict=True):
+        same_groups(expected["param_groups"], actual["param_groups"])
+        assert expected["state"].keys() == actual["state"].keys()
         for name, state in expected["state"].items():
-            same_bits(state, found["state"][name])
+            same_bits(state, actual["state"][name])
 
 
-def same_groups(expected, found):
+def same_groups(expected, actual):
     """torch's own function has names in another order, and lists in place of tuples."""
-    for one, other in zip(expected, found, strict=True):
+    for one, other in zip(expected, actual, strict=True):
         assert one.keys() == other.keys(), one.keys() ^ other.keys()
         assert sorted(one["params"]) == sorted(other["params"])
         for name in one.keys() - {"params"}:
@@ -288,21 +288,22 @@ def test_whole_state_is_torchs(kind):
             states.append(get_optimizer_state_dict(plain, optimizer, options=WHOLE))
         else:
             states.append(model.full_optimizer_state_dict(optimizer))
-    expected, found = states
-    same_groups(expected["param_groups"], found["param_groups"])
-    for name, state in found["state"].items():
+    expected, actual = states
+    same_groups(expected["param_groups"], actual["param_groups"])
+    for name, state in actual["state"].items():
         for what, value in state.items():
             wanted = expected["state"][name][what]
             assert value.stride() == wanted.stride(), f"{what} of {name}"
         same_bits(expected["state"][name], state)
-    assert expected["state"].keys() - found["state"].keys() <= {"frozen"}, "torch invents its state"
+    only_torchs = expected["state"].keys() - actual["state"].keys()
+    assert only_torchs <= {"frozen"}, "torch invents its state"
     again = two_groups(model.parameters())
-    model.load_full_optimizer_state_dict(again, found)
+    model.load_full_optimizer_state_dict(again, actual)
     for p, state in again.state.items():
         assert state["step"].shape == (), "a count is no number for each element"
         assert state["exp_avg"].shape == p.shape
     for name, state in model.full_optimizer_state_dict(again)["state"].items():
-        same_bits(found["state"][name], state)
+        same_bits(actual["state"][name], state)
     model.load_full_optimizer_state_dict(again, expected)  # and torch's
     model(x).backward()
     again.step()
@@ -489,8 +490,8 @@ def save_or_load_scalar(folder, wrapper, memory_format, saves):
             torch.save(expected, f"{folder}.pt")
         return
     dcp.load(tensors, checkpoint_id=folder)
-    found = {name: p.clone() for name, p in model.full_parameters()}
-    same_bits(torch.load(f"{folder}.pt"), found)
+    actual = {name: p.clone() for name, p in model.full_parameters()}
+    same_bits(torch.load(f"{folder}.pt"), actual)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last],
@@ -582,8 +583,9 @@ def test_names_are_those_of_the_bare_module():
             self.x = nn.Parameter(torch.ones(2))
 
     for wrap in (lambda m: m, DDP, Zero1, Zero3, DistributedDataParallel):
-        found = gather([*sharded_state(wrap(Tricky()))])
-        assert {key for keys in found for key in keys} == {"model.module.weight", "model.x"}, found
+        actual = gather([*sharded_state(wrap(Tricky()))])
+        names = {key for keys in actual for key in keys}
+        assert names == {"model.module.weight", "model.x"}, actual
     compiled = torch.compile(nn.Linear(2, 2))
     assert {*sharded_state(compiled)} == {"model.weight", "model.bias"}
     assert {*sharded_state(DDP(compiled))} == {"model.weight", "model.bias"}

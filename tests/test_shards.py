@@ -19,10 +19,10 @@ from verify import gather, STAGES
 
 
 def warnings_of(function, *arguments):
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
         function(*arguments)
-    return [str(warning.message) for warning in found]
+    return [str(warning.message) for warning in actual]
 
 
 def matrix_of(model):
@@ -238,9 +238,9 @@ def test_functional_call_takes_whole_averages(stage):
         raises(RuntimeError, "functional_call.*an average of shards", torch.func.functional_call,
                module, given, x)
     wholes = {name: t + 1 for name, t in model.full_parameters()}
-    found = torch.func.functional_call(net, wholes, x)
+    actual = torch.func.functional_call(net, wholes, x)
     expected = torch.func.functional_call(plain, wholes, x)
-    assert torch.allclose(found, expected)
+    assert torch.allclose(actual, expected)
     model(x).sum().backward()
 
 
@@ -456,6 +456,6 @@ def test_functional_call_takes_a_frozen_copy(wrapper):
     model = WRAPPERS[wrapper](net)
     x = torch.ones(2, 4)
     with torch.no_grad():
-        found = torch.func.functional_call(net, dict(average.named_parameters()), x)
-    assert torch.allclose(found, average(x))
+        actual = torch.func.functional_call(net, dict(average.named_parameters()), x)
+    assert torch.allclose(actual, average(x))
     model(x).sum().backward()

@@ -94,10 +94,11 @@ def test_eight_files_are_enough(tmp_path):
 
     modes = ("naive", "ddp", "zero1", "zero2", "zero3", "single")
     for step, mode in enumerate(modes, start=1):
-        found = run(1 if mode == "single" else 2, mode=mode, max_steps=step, save_interval=1,
-                    resume="auto")
-        assert found["mode"] == mode and found["steps"] == step and "sample:\n" in found["stdout"]
-    assert found["param_sha256"] == expected
+        actual = run(1 if mode == "single" else 2, mode=mode, max_steps=step, save_interval=1,
+                     resume="auto")
+        assert actual["mode"] == mode and actual["steps"] == step
+        assert "sample:\n" in actual["stdout"]
+    assert actual["param_sha256"] == expected
     asked = run(2, mode="zero3", resume=tmp_path / "copy" / "best", out_dir=None, eval_only=True)
     assert asked["val_loss"] is not None and "sample:\n" in asked["stdout"]
     for options in (dict(mode="torch-ddp"), dict(mode="ddp", comm_hook="topk"), dict(trace=True)):
@@ -210,8 +211,8 @@ def trackers_and_a_signal(path, n):
 def test_short_runs_have_no_trace(tmp_path):
     """--trace and --profile begin in the third step; where there is none, that is said."""
     for options in (dict(trace=True), dict(profile=1)):
-        found = finish(tmp_path / "out", max_steps=2, **options)["stdout"]
-        assert "no trace: it begins in the third step, and there are 2 more\n" in found, found
+        actual = finish(tmp_path / "out", max_steps=2, **options)["stdout"]
+        assert "no trace: it begins in the third step, and there are 2 more\n" in actual, actual
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", "zero1", "zero2", "zero3"])
@@ -219,9 +220,9 @@ def test_rows_that_no_token_uses_stay_0(mode, tmp_path):
     """With all that AdamW knows of them, to the last step; those of tokens do not."""
     finish(tmp_path, 1 if mode == "single" else 2, mode=mode, save_interval=4, global_batch_size=4)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        found = {f"{kind}.wte.weight": torch.full((320 * 16,), torch.nan)}
-        dcp.load(found, checkpoint_id=tmp_path / "step_00000004", no_dist=True)
-        [rows] = found.values()
+        actual = {f"{kind}.wte.weight": torch.full((320 * 16,), torch.nan)}
+        dcp.load(actual, checkpoint_id=tmp_path / "step_00000004", no_dist=True)
+        [rows] = actual.values()
         rows = rows.view(320, 16)
         assert (rows[257:] == 0).all(), f"{kind}: {rows[257:]}"
         assert rows[:257].isfinite().all() and rows[:257].any(), kind

@@ -24,10 +24,10 @@ def test_hooks_begin_after_the_warm_up(hook, tmp_path):
     """A run with such a hook says at its start when it begins; so does --help. Without a warm-up
     there is nothing to say."""
     out = tmp_path / "out"
-    found = finish(out, 2, mode="ddp", comm_hook=hook)["stdout"]
-    assert f"--comm_hook {hook} sends whole gradients until step 2" in found, found
-    found = finish(out, 2, mode="ddp", comm_hook=hook, warmup_steps=0)["stdout"]
-    assert "whole gradients" not in found, found
+    actual = finish(out, 2, mode="ddp", comm_hook=hook)["stdout"]
+    assert f"--comm_hook {hook} sends whole gradients until step 2" in actual, actual
+    actual = finish(out, 2, mode="ddp", comm_hook=hook, warmup_steps=0)["stdout"]
+    assert "whole gradients" not in actual, actual
     shown = " ".join(run_train(None, argv=["--help"]).stdout[0].split())
     assert re.search(r"--comm_hook str ddp: .*after the warm-up", shown), shown
     assert "null" not in shown and "[0.01]" in shown, "defaults are shown where there are some"
@@ -46,13 +46,13 @@ def test_tokens_need_no_tokenizer(n_ranks, tmp_path):
     out = tmp_path / "out"
     options = dict(dataset=data, tokenizer="gpt2", n_embd=8, n_layer=1, save_interval=4,
                    mode="zero2" if n_ranks > 1 else "single", plant=bare)
-    found = finish(out, n_ranks, **options)
+    actual = finish(out, n_ranks, **options)
     pattern = r"^sample:\nnone, as there is no tokenizer: .*gpt2.*\nRESULT"
-    assert re.search(pattern, found["stdout"], re.M), found["stdout"]
+    assert re.search(pattern, actual["stdout"], re.M), actual["stdout"]
     words = [f"--resume={out}/step_00000004", "--eval_only"]
     asked = finish(None, n_ranks, argv=words, plant=bare)
-    assert asked["param_sha256"] == found["param_sha256"] and "none, as" in asked["stdout"]
-    assert asked["val_loss"] == found["val_loss"]
+    assert asked["param_sha256"] == actual["param_sha256"] and "none, as" in asked["stdout"]
+    assert asked["val_loss"] == actual["val_loss"]
     refused("tokenizer gpt9", tmp_path / "a", **{**options, "tokenizer": "gpt9"})
     refused("tokenizer gpt2", tmp_path / "a", **{**options, "dataset": ROOT / "LICENSE"})
 
@@ -128,10 +128,10 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path):
 def test_one_rank_is_one(tmp_path):
     """Numbers agree with their nouns."""
     finish(tmp_path, save_interval=2, max_steps=2)
-    found = finish(tmp_path, save_interval=2, resume="auto")["stdout"]
-    assert "on 1 rank (1 before)" in found, found
-    found = finish(tmp_path, 2, mode="ddp", save_interval=2, resume="auto", max_steps=6)["stdout"]
-    assert "on 2 ranks (1 before)" in found, found
+    actual = finish(tmp_path, save_interval=2, resume="auto")["stdout"]
+    assert "on 1 rank (1 before)" in actual, actual
+    actual = finish(tmp_path, 2, mode="ddp", save_interval=2, resume="auto", max_steps=6)["stdout"]
+    assert "on 2 ranks (1 before)" in actual, actual
     refused("among 1 rank$", tmp_path, global_batch_size=3, micro_batch_size=2)
 
 
@@ -162,15 +162,15 @@ def test_traces_say_what_is_not_in_them(mode, title, tmp_path):
     """--trace shows forwards, backwards and the update in every mode; where nothing is sent, or
     what is sent has no name, it says so."""
     n_ranks = 1 if mode == "single" else 2
-    found = finish(tmp_path, n_ranks, mode=mode, trace=True)["stdout"]
-    assert f"what each rank did in this step, by its own clock{title}\n" in found, found
+    actual = finish(tmp_path, n_ranks, mode=mode, trace=True)["stdout"]
+    assert f"what each rank did in this step, by its own clock{title}\n" in actual, actual
     for kind in ("forward: blocks.1", "backward: blocks.0", "update: AdamW"):
-        assert re.search(rf"^rank 0 .* ms  {kind}$", found, re.M), found
+        assert re.search(rf"^rank 0 .* ms  {kind}$", actual, re.M), actual
 
 
 def test_a_profile_says_where_it_is(tmp_path):
-    found = finish(tmp_path, profile=1)["stdout"]
-    assert f"--profile: {tmp_path}/trace_rank0.json\n" in found, found
+    actual = finish(tmp_path, profile=1)["stdout"]
+    assert f"--profile: {tmp_path}/trace_rank0.json\n" in actual, actual
     assert (tmp_path / "trace_rank0.json").exists()
 
 

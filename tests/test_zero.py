@@ -185,11 +185,11 @@ def test_uneven_chunks_arrive_in_pieces():
     most = 120_000  # bytes
     flat = flats[rank].clone()
     before = live_bytes()
-    found = []
+    actual = []
 
     def note(operation, tensors):
         if operation == "recv":
-            found.append(live_bytes() - before)
+            actual.append(live_bytes() - before)
 
     with every_collective(note):
         chunks = flat.tensor_split(cuts)
@@ -198,8 +198,8 @@ def test_uneven_chunks_arrive_in_pieces():
     same_bits({"own chunk": expected}, {"own chunk": flat.tensor_split(cuts)[rank]})
     if rank == 0:
         pieces = math.ceil(4 * (n - 7) * (W - 1) / most)
-        assert len(found) == pieces * (W - 1), f"{len(found)} messages, expected {pieces} pieces"
-        assert most < max(found) <= 2 * most + 4096, f"{max(found):,} bytes arrive at once"
+        assert len(actual) == pieces * (W - 1), f"{len(actual)} messages, expected {pieces} pieces"
+        assert most < max(actual) <= 2 * most + 4096, f"{max(actual):,} bytes arrive at once"
     # A stage bounds them by the size of a bucket.
     sizes = [0]
 
@@ -270,14 +270,14 @@ def test_zero3_prefetches(kind):
     backward. Seen without a clock, by the number of messages. Each kind has a tag of its own."""
     n = 8
     calls = []
-    found = {}
+    actual = {}
     expected = {}
     model = kind(Chain(n, 8))
     tags = [model._reduce_tag, model._full_parameters_tag, *(unit.tag for unit in model._units)]
     assert len(set(tags)) == len(tags) == n + 3, f"messages share tags: {tags}"
 
     def note(phase, *_):
-        found[phase] = len(calls)
+        actual[phase] = len(calls)
 
     for i, unit in enumerate(model.module.units):
         unit.register_forward_pre_hook(partial(note, f"forward of unit {i}"))  # after ours
@@ -291,8 +291,8 @@ def test_zero3_prefetches(kind):
     with every_collective(lambda *call: calls.append(call)), model.no_sync():
         model(torch.ones(3, 8, requires_grad=True)).backward()
     for phase, number in expected.items():
-        assert found[phase] == number, (
-            f"in the {phase} {found[phase]} all-gathers have begun, expected are {number}")
+        assert actual[phase] == number, (
+            f"in the {phase} {actual[phase]} all-gathers have begun, expected are {number}")
 
 
 @pytest.mark.ranks(4)
@@ -386,9 +386,9 @@ def test_unannounced_steps_are_noticed(stage, guarded):
     x = torch.ones(2, 4)
     model.set_is_last_backward(False)
     for _ in range(3):
-        found, expected = model(x), plain(x)
-        same_bits({"output": expected.detach()}, {"output": found.detach()})
-        for output, each in ((found, optimizer), (expected, of_plain)):
+        actual, expected = model(x), plain(x)
+        same_bits({"output": expected.detach()}, {"output": actual.detach()})
+        for output, each in ((actual, optimizer), (expected, of_plain)):
             output.sum().backward()
             each.step()
             each.zero_grad()
@@ -671,10 +671,10 @@ def test_buffers_given_back_are_read(stage):
                     time.sleep(0.2)
 
             with every_collective(late):
-                found = model(x, n_units)
+                actual = model(x, n_units)
             for shard in model.parameters():
                 shard.zero_()
-            same_bits({"output": module(x, n_units)}, {"output": found}, f"rank {ahead} is ahead")
+            same_bits({"output": module(x, n_units)}, {"output": actual}, f"rank {ahead} is ahead")
 
 
 @pytest.mark.ranks(1, 2)
@@ -693,8 +693,8 @@ def test_a_gradient_is_put_back(stage, reduce_dtype):
         p.grad = gradient
     loss.backward()
     for p in model.parameters():
-        found = p.grad.as_subclass(torch.Tensor)
-        assert torch.equal(found, torch.full_like(found, 11)), found
+        actual = p.grad.as_subclass(torch.Tensor)
+        assert torch.equal(actual, torch.full_like(actual, 11)), actual
 
 
 @pytest.mark.ranks(1)
@@ -760,12 +760,12 @@ def test_a_forward_may_go_back(stage, is_inside):
         reduce(lambda x, block: block(x), alone, x).square().sum().backward()
         model(x).square().sum().backward()
         for p, slot in zip(alone.parameters(), model._slots.values()):
-            found = slot.shard.grad
+            actual = slot.shard.grad
             if p.grad is None:
-                assert found is None, slot.fqn
+                assert actual is None, slot.fqn
             else:
                 expected = slot.bucket.part_of(slot, p.grad)
-                assert torch.equal(found.as_subclass(torch.Tensor), expected), slot.fqn
+                assert torch.equal(actual.as_subclass(torch.Tensor), expected), slot.fqn
         alone.zero_grad()
         model.zero_grad()
 
