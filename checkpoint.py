@@ -307,7 +307,7 @@ def problem_of(folder: pathlib.Path) -> str | None:
     before anything else is read: .metadata is a pickle."""
     try:
         if not is_checkpoint(folder):
-            return f"is no checkpoint, as it has no {SUMS}"
+            return f"is no checkpoint, as it has no {SUMS}" if folder.exists() else "is not there"
         expected = (folder / SUMS).read_text("utf-8", "replace").splitlines()
         actual = checksums(folder)
     except OSError as error:
@@ -368,8 +368,8 @@ def rewind(out_dir: pathlib.Path, step: int, best_step: int) -> str | None:
         return None
     names = ", ".join(path.name for path in moved)
     n_aside = len([*out_dir.glob("earlier_*")])
-    return (f"{names}, newer or of an earlier run: moved to {aside}. Delete it if you do not need "
-            f"it; there {'is' if n_aside == 1 else 'are'} {n_aside} of this kind")
+    return (f"{names}, newer or of an earlier run: moved to {aside}, which you may delete "
+            f"({n_aside} such folder{'s' if n_aside > 1 else ''} here)")
 
 
 def lines_until(step, metrics):

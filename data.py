@@ -126,7 +126,10 @@ def load_tokenizer(name):
                                  mergeable_ranks={bytes([i]): i for i in range(256)})
     try:
         return tiktoken.get_encoding(name)
-    except (OSError, ValueError) as error:  # no connection; a damaged download; no such name
+    except OSError as error:
+        raise SystemExit(f"--tokenizer {name} could not be downloaded ({type(error).__name__}: is "
+                         f"there a network?); bytes needs no download") from error
+    except ValueError as error:  # a damaged download; no such name
         raise SystemExit(f"--tokenizer {name}: {error}; bytes needs no download") from error
 
 

@@ -117,6 +117,8 @@ def main():
             is_wrong = True
             for fault in of_line:
                 print(f"{path.name}:{number}: {fault}")
+    if not is_wrong:
+        print(f"the links of {', '.join(path.name for path in options.pages)} lead to their lines")
     sys.exit(1 if is_wrong else 0)
 
 

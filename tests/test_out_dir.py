@@ -296,7 +296,7 @@ def test_another_agents_run_is_not_gone_on_with(tmp_path):
     assert "all 4 steps have been made" in actual["stdout"], actual
     actual = finish(tmp_path, save_interval=1, plant=of_another_agent)
     assert "of an earlier run: moved to" in actual["stdout"], actual
-    assert "Delete it if you do not need it; there is 1 of this kind" in actual["stdout"], actual
+    assert "which you may delete (1 such folder here)" in actual["stdout"], actual
     assert "step     1/4" in actual["stdout"] and actual["param_sha256"] == expected, actual
     actual = finish(tmp_path, save_interval=1, plant=of_another_agent, resume="auto")
     assert "all 4 steps have been made" in actual["stdout"], actual

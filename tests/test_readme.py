@@ -4,7 +4,6 @@ import ast
 import itertools
 import math
 import os
-import pathlib
 import re
 import runpy
 import shlex
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-import checkpoint
 from data import load_tokenizer
 from ddp import DDP
 from tests.judge import rows_of_wrapper
@@ -80,18 +78,25 @@ def test_readme_commands_run(page, package, tmp_path):
 
 
 def test_readme_own_loop_runs(tmp_path):
-    """The example of one's own module, and the same with Muon."""
+    """The example of one's own module, the same in DDP, with the same bits, and with Muon."""
     [own] = blocks_of("README", "python")
     _, muon = blocks_of("using", "python")
     with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
     with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
     with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
-    for text in (own, with_muon):
+    in_ddp = own.replace("from zero import Zero3", "from ddp import DDP")
+    in_ddp = re.sub(r"model = Zero3\(.*?\)\)", "model = DDP(net)", in_ddp)
+    hashes = set()
+    for text in (own, in_ddp, with_muon):
         (tmp_path / "own.py").write_text(text)
         script = partial(runpy.run_path, f"{tmp_path}/own.py", run_name="__main__")
         run = run_train(None, 2, plant=script, argv=["--help"])
         losses = re.findall(r"rank \d: loss 0\.\d{4}", "".join(run.stdout))
         assert run.codes == [0, 0] and len(losses) == 2, run
+        if text != with_muon:
+            hashes.update(re.findall(r"weights ([0-9a-f]{8})", "".join(run.stdout)))
+    assert "DDP(net)\n" in in_ddp or "DDP(net) " in in_ddp, in_ddp
+    assert len(hashes) == 1, hashes
 
 
 def test_scripts_are_valid_shell():
@@ -104,12 +109,12 @@ def test_using_has_one_hash(tmp_path):
     of one process."""
     [own] = blocks_of("README", "python")
     loop, _ = blocks_of("using", "python")
-    begin, end = own.index("    for step in range(100)"), own.index("    weights = ")
+    begin, end = own.index("    for step in range(100)"), own.index("    digest = ")
     script = f"from ddp import clip_gradients_\n{own[:begin]}{loop}{own[end:]}"
     script = script.replace("range(100)", "range(10)")
     plain = re.sub(r"model = Zero3\(.*?\)\)", "model = net", script)
     plain = re.sub(r" +model\.set_.*\n", "", plain).replace("model.shard_group", "None")
-    plain = plain.replace("model.full_state_dict()", "net.state_dict()")
+    plain = plain.replace("model.full_parameters()", "net.state_dict().items()")
     hashes = set()
     for W, text in ((1, plain), (1, script), (2, script), (4, script)):
         (tmp_path / "own.py").write_text(text)
@@ -217,9 +222,8 @@ def use_usings_loop(out_dir, last_step):
     net = nn.Sequential(nn.Linear(3, 2))
     model = STAGES["zero3"](net, units=[net[0]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
-    names = dict(vars(checkpoint), dist=dist, rank=dist.get_rank(), out_dir=pathlib.Path(out_dir),
-                 model=model, optimizer=optimizer, step=0)
-    exec(begin, names)
+    names = dict(model=model, optimizer=optimizer)
+    exec(begin.replace('"out"', repr(out_dir)), names)
     while names["step"] < last_step:
         names["step"] += 1
         step_alike(model, optimizer)
