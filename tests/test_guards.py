@@ -812,7 +812,7 @@ def uses_muon(s):
     s.step()
 
 
-@script(ABSENT)
+@script("has parameters of the module")
 def optimizes_the_module(s):
     s.backward()
     torch.optim.SGD(s.module.parameters()).step()

@@ -279,7 +279,7 @@ def verify(folder, *words):
          "same bits, 0 close, 0 wrong, 0 refused, 0 hung, 0 died"),
     ("wrong/not_divided.py", ["W=2 even"], 1, " 2 wrong, 0 refused, 0 hung, 0 died"),
     full("right/small.py", ["--list", "clipped"], 0, "judged W=4 lora, clipped True"),
-    ("none.py", [], 2, "none.py: FileNotFoundError"),
+    ("none.py", [], 2, "none.py: there is no such file"),
     full("right/small.py", ["nowhere"], 2, "no row has a name with nowhere"),
     full("right/small.py", ["--module", "own.py"], 2, "--module and --wrapper are two questions")])
 def test_verify_judges(file, words, status, fact, tmp_path):
