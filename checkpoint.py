@@ -307,7 +307,8 @@ def problem_of(folder: pathlib.Path) -> str | None:
     before anything else is read: .metadata is a pickle."""
     try:
         if not is_checkpoint(folder):
-            return f"is no checkpoint, as it has no {SUMS}" if folder.exists() else "is not there"
+            fact = f"has no {SUMS}" if folder.exists() else "is not there"
+            return f"is no checkpoint, as it {fact}"
         expected = (folder / SUMS).read_text("utf-8", "replace").splitlines()
         actual = checksums(folder)
     except OSError as error:
