@@ -105,7 +105,7 @@ def note_waiting(folder, plant):
     plant()
 
 
-@pytest.mark.parametrize("kind", ["auto", "path", "restart"])
+@pytest.mark.parametrize("kind", ["auto", full("path"), full("restart")])
 def test_a_run_that_resumes_waits(kind, tmp_path):
     """--resume auto, PATH in that folder, and a restart by torchrun wait until the run there ends,
     and then go on; but not for longer than --timeout_s, after which they are refused as any other

@@ -614,7 +614,7 @@ def bytes_of_line(points, to_bytes):
     return actual
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", sampled("ddp 2", "zero3 3"))
 def test_page_draws_memory(page, name):
     """The curve of each rank has the record's bytes at each event; the largest ones are marked, and
     said; the mark of the event stands at it, on the curve."""
@@ -679,7 +679,7 @@ def test_page_goes_where_the_curve_is_clicked(page):
     assert page.locator("#curve").is_visible() and "curve" not in page.url
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", sampled("zero1 3", "zero3 3"))
 def test_page_has_room_for_cells(page, name):
     """In a window of 1200 x 900 pixels all cells are above the panel at each event, also where
     the page opens, or shows an answer. Where they cannot be, the panel hides what is behind it."""
@@ -717,7 +717,7 @@ def test_page_has_room_for_cells(page, name):
     assert colour.startswith("rgb("), f"{colour} is not opaque"
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", sampled("zero1 2", "zero3 3"))
 def test_page_asks_before_it_shows(page, name):
     """Where the page is to ask, it does so before each event that changes what a rank holds, or
     sends, and before no other. What it shows meanwhile is the event before, without the answer.
@@ -831,6 +831,7 @@ def replayed(of_mode, rate, recorded_rate):
     return moments, arrived
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rate", [None, 200, 5000])
 def test_page_shows_times(page, mode, rate):
