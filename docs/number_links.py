@@ -74,7 +74,7 @@ def numbered(line, folder):
         code = row["code"] if is_of_break else None
         try:
             number = line_of_link(link, code, path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SyntaxError) as error:
             faults.append(f"{link[0]}: {error}")
             return link[0]
         end = "" if number is None else f"#L{number}"
@@ -92,7 +92,7 @@ def check_page(path):
     lines, faults = [], {}
     is_code = False
     for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if line.startswith("```"):
+        if line.lstrip().startswith(("```", "~~~")):
             is_code = not is_code
         elif not is_code:
             line, of_line = numbered(line, path.parent)

@@ -770,9 +770,12 @@ def test_page_hides_answers(page):
     address = page.url.split("#")[1]
     open_page(page, address)
     assert question in texts_of(page, ".asked")[0] and answer not in page.content()
+    assert texts_of(page, "#curve .most") == []  # the peak comes later
     page.focus("#reveal")
     page.keyboard.press("Enter")
     assert texts_of(page, ".answers")[0].startswith(f"{question} {answer}")
+    assert len(texts_of(page, "#curve .most")) == 1
+    assert page.evaluate("document.activeElement.id") == "next"
     assert titles_of(page)[0].startswith("wait: reduce") and "asks" not in page.url
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowLeft")
@@ -783,6 +786,8 @@ def test_page_hides_answers(page):
     open_page(page, "mode=zero3&ranks=2&beside=ddp&predict=1&event=backward-blocks.3&asks=1")
     [text] = texts_of(page, ".asked")
     assert "Zero3, What will" in text and "DDP, What will" in text, text
+    open_page(page, "mode=zero2&ranks=2&event=begin&asks=1")  # nobody wants to be asked
+    assert "event=begin" in page.url and texts_of(page, ".asked") == []
 
 
 # Of the step in time: of each mode that is shown its bars, [class, begin, end], texts of its ranks,
@@ -802,7 +807,8 @@ LANES = """() => [...document.querySelectorAll('.lanes')].map(svg => {
 
 def replayed(of_mode, rate, recorded_rate):
     """(times of marks, arrivals) of both ranks at a rate: computing takes as long as it did; a
-    message takes n / rate, after those before it, and as much more as it did."""
+    message takes n / rate, after those before it, and what it took beyond that, which is smaller in
+    proportion on a faster link."""
     def ideal(starts, rate):
         ends = [0]
         for start, n_bytes in zip(starts, of_mode["bytes"]):
@@ -826,7 +832,7 @@ def replayed(of_mode, rate, recorded_rate):
             starts.append(max(moments[0][i], moments[1][i]))
             k = len(starts) - 1
             for rank in range(2):
-                later = had_arrived[rank][k] - on_link[k]
+                later = (had_arrived[rank][k] - on_link[k]) * min(1, recorded_rate / rate)
                 arrived[rank].append(max(starts[k], ideal(starts, rate)[k] + later))
     return moments, arrived
 

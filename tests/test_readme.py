@@ -513,6 +513,12 @@ def test_links_get_their_lines(tmp_path):
     done = number_links(page)
     assert done.returncode == 1 and "no `third`" in done.stdout and "no.py" in done.stdout, done
     assert "2 lines have `return 1`" in done.stdout, done
+    (tmp_path / "code.py").write_text("def first(:")
+    page.write_text("[`first`](code.py)\n~~~\n[`first`](code.py)\n~~~\n")
+    done = number_links("--check", page)
+    assert done.returncode == 1 and done.stderr == "", done
+    assert "page.md:1: [`first`](code.py): invalid syntax" in done.stdout, done
+    assert "page.md:3" not in done.stdout, done
 
 
 def chapters():
