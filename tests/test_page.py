@@ -682,7 +682,8 @@ def test_page_goes_where_the_curve_is_clicked(page):
 @pytest.mark.parametrize("name", sampled("zero1 3", "zero3 3"))
 def test_page_has_room_for_cells(page, name):
     """In a window of 1200 x 900 pixels all cells are above the panel at each event, also where
-    the page opens, or shows an answer. Where they cannot be, the panel hides what is behind it."""
+    the page opens, or shows an answer. Where they cannot be, the panel hides what is behind it.
+    In a window that is lower than that it is below them."""
     page.set_viewport_size(dict(width=1200, height=900))
     mode, W = name.split()
     open_page(page, f"mode={mode}&ranks={W}")
@@ -696,7 +697,7 @@ def test_page_has_room_for_cells(page, name):
         return hides || hidesCells();
     }).map(events => events[0].what)""")
     assert hidden == []
-    page.set_viewport_size(dict(width=1200, height=500))
+    page.set_viewport_size(dict(width=1200, height=600))
     [covered, seen] = page.evaluate("""() => {
         const panel = document.getElementById('panel');
         const sides = panel.getBoundingClientRect();
@@ -715,6 +716,8 @@ def test_page_has_room_for_cells(page, name):
     assert covered > 20 and seen == 0, f"{seen} of {covered} are in front of the panel"
     colour = page.evaluate("getComputedStyle(document.getElementById('panel')).backgroundColor")
     assert colour.startswith("rgb("), f"{colour} is not opaque"
+    page.set_viewport_size(dict(width=640, height=400))  # as a window of 1280 x 800 at 200 %
+    assert not page.evaluate("hidesCells()"), "the panel does not stay in front"
 
 
 @pytest.mark.parametrize("name", sampled("zero1 2", "zero3 3"))
