@@ -1080,6 +1080,7 @@ class ShardGuards(Guards):
         self._guard_hooked = weakref.WeakSet()  # those that tell when they have loaded state
         self._guard_unasked = set()  # shards that are a `Shard`
         self._guard_marked = weakref.WeakSet()  # optimizers whose state_dict() says whose it is
+        self._guard_of_module = set(self._slots)  # what no optimizer should have
         self._guard_whole = set()  # shards of uncut parameters
         self._guard_elsewhere = set()  # and those of them that other ranks own: empty here
         # Whose shards these are: the same for every wrapper that is cut in the same places.
@@ -1325,10 +1326,12 @@ class ShardGuards(Guards):
         for group in optimizer.param_groups:
             given.update(group["params"])
         name = type(optimizer).__name__
-        of_module = [slot.fqn for p, slot in self._slots.items() if p in given]
-        if of_module:
-            self._refuse(f"this {name} has parameters of the module, such as {of_module[0]}: make "
-                         f"the optimizer after wrapping, from the wrapper's parameters()")
+        # Both are sets, which know their hashes: to ask each parameter for its own takes two calls.
+        early = given & self._guard_of_module
+        if early:
+            slot = self._slots[early.pop()]
+            self._refuse(f"this {name} has parameters of the module, such as {slot.fqn}: make the "
+                         f"optimizer after wrapping, from the wrapper's parameters()")
         if given.isdisjoint(self._shards):
             return
         closures = [*arguments[1:], options.get("closure")]  # which will make a backward
