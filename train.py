@@ -76,10 +76,10 @@ from checkpoint import (checkpoint_of, hidden, is_checkpoint, local, Lock, Metri
                         problem_of, publish, read_record, rewind, sharded_state, tidy)
 from data import (block_order, choose_tokenizer, count_blocks, encode_prompt, fingerprint,
                   load_tokenizer, load_tokens, read_blocks, ReadAhead, tokenize)
-from ddp import clip_gradients_, DDP, total_norm
+from dropin.ddp import clip_gradients_, DDP, total_norm
+from dropin.zero import Zero1, Zero2, Zero3
 from model import GPT, GPTConfig, PRESETS
 from oracle import average_gradients, broadcast_parameters, kinds_of_devices, take_device
-from zero import Zero1, Zero2, Zero3
 
 # -------------------------------------------------------------------------------------------------
 # flags

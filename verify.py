@@ -63,9 +63,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-import ddp
+from dropin import ddp
+from dropin.ddp import DDP
+from dropin.zero import Zero1, Zero2, Zero3, find_units
 import oracle
-from ddp import DDP
 from model import GPT, GPTConfig
 from tests.hints import difference
 from tests.measure import (Chain, evaluation, every_collective, four_announced, four_micro_steps,
@@ -75,7 +76,6 @@ from tests.measure import (Chain, evaluation, every_collective, four_announced, 
 from tests.own import on_device, own_file
 from tests.ranks import (check, chosen, device, Failure, grid, JUDGED, only_full, print_names,
                          PROVED, rows_of, run_parts)
-from zero import Zero1, Zero2, Zero3, find_units
 
 STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 

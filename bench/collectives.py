@@ -45,9 +45,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-import ddp
 from bench.start import join, Parser
 from bench.timeline import refuse
+from dropin import ddp
 
 SIZES = "1kB 8kB 64kB 512kB 4MB 32MB 256MB"
 UNITS = {"B": 1, "kB": 2**10, "MB": 2**20, "GB": 2**30}

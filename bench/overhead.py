@@ -51,10 +51,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Run by itself, this file stands first in the path, and not the project.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import ddp
-import zero
 from bench.start import join, Parser
 from bench.timeline import refuse
+from dropin import ddp, zero
 
 # -------------------------------------------------------------------------------------------------
 # the model

@@ -33,9 +33,9 @@ OURS = "#7a62b8"
 TORCHS = "#bf4f86"
 DEEPSPEEDS = "#2a9d9d"
 # Each imports only some of those before it, and train.py also what a flag needs of extras/.
-FILES = ("oracle.py", "model.py", "guards.py", "ddp.py", "zero.py", "data.py", "checkpoint.py",
-         "train.py", "extras/", "verify.py", "tests/")
-IDEA = ("oracle.py", "ddp.py", "zero.py")
+FILES = ("oracle.py", "model.py", "dropin/guards.py", "dropin/ddp.py", "dropin/zero.py", "data.py",
+         "checkpoint.py", "train.py", "extras/", "verify.py", "tests/")
+IDEA = ("oracle.py", "dropin/ddp.py", "dropin/zero.py")
 SMOOTHED = 20  # steps whose mean is a point of the training loss
 
 
@@ -207,13 +207,13 @@ def imported_by(name):
     for path in files_of(name):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                modules.update(alias.name.split(".")[0] for alias in node.names)
+                modules.update(f"{alias.name}." for alias in node.names)
             if isinstance(node, ast.ImportFrom):
-                modules.add(node.module.split(".")[0])
+                modules.update(f"{node.module}.{alias.name}." for alias in node.names)
     imported = []
     for other in FILES:
-        module = other.removesuffix(".py").removesuffix("/")
-        if other != name and module in modules:
+        module = other.removesuffix(".py").removesuffix("/").replace("/", ".")
+        if other != name and any(each.startswith(f"{module}.") for each in modules):
             imported.append(other)
     return imported
 

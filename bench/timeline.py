@@ -113,7 +113,7 @@ def run(flags):
     sys.path.insert(0, str(ROOT))
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    import ddp
+    from dropin import ddp
 
     made = []  # wrappers that are not watched yet
     watched = []

@@ -55,8 +55,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent  # of the project
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-import ddp
-import zero
+from dropin import ddp, zero
 from tests.ranks import Groups
 from verify import gather
 
@@ -442,7 +441,7 @@ def wrap(mode, module, recorder):
     fill_buckets = functools.partial(ddp.fill_buckets, first_bytes=two_units)
     # Without the gaps that align parameters and chunks.
     mark_param_ready = recorder.watched_mark(ddp.Reducer._mark_param_ready)
-    with mock.patch.multiple("zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4), \
+    with mock.patch.multiple("dropin.zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4), \
             mock.patch.multiple(ddp, ALIGN_CHUNK_BYTES=4, fill_buckets=fill_buckets), \
             mock.patch.object(ddp.Reducer, "_mark_param_ready", mark_param_ready):
         model = MODES[mode](module, **options)  # which makes hooks of that method

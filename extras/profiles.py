@@ -7,7 +7,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from ddp import in_backward
+from dropin.ddp import in_backward
 from train import gather, say
 
 

@@ -22,7 +22,7 @@ from tests.runs import FORK, ROOT
 
 LIMIT_S = 500  # of a program
 CLONE_NEWNET = 0x40000000
-OURS = (ROOT, ROOT / "tests", ROOT / "extras", ROOT / "bench")
+OURS = (ROOT, ROOT / "tests", ROOT / "extras", ROOT / "bench", ROOT / "dropin")
 
 
 def run_python(words, cwd, **environment):

@@ -6,7 +6,7 @@ together. Starting a group costs more than most checks, so it stays for the next
 runs rows, two at once, and prints a table. A row that hangs, or whose rank dies, fails by name in
 time, and the rest runs.
 
-Ranks are forked by a server, multiprocessing's, which verify.py and tests/conftest.py start.
+Ranks are forked by a server, multiprocessing's, which verify.py and tests/plugin.py start.
 """
 
 import dataclasses

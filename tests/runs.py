@@ -37,7 +37,7 @@ TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, g
 LIMIT_S = 60  # of a run
 # Compiled once, in the server: that takes as long as a run's steps.
 TRAIN = importlib.machinery.SourceFileLoader("train", str(ROOT / "train.py")).get_code("train")
-FORK = multiprocessing.get_context("forkserver")  # whose server conftest.py has started
+FORK = multiprocessing.get_context("forkserver")  # whose server plugin.py has started
 
 
 def flags(**options):
@@ -71,7 +71,7 @@ def execute(argv, folder, environment, plant):
 
 def run_alone(folder, file, *words):
     """Plant a run of another file, in a folder from which nothing of ours can be imported."""
-    ours = (ROOT, ROOT / "tests", ROOT / "extras")
+    ours = (ROOT, ROOT / "tests", ROOT / "extras", ROOT / "dropin")
     for name, module in list(sys.modules.items()):
         if pathlib.Path(getattr(module, "__file__", None) or "").parent in ours:
             del sys.modules[name]

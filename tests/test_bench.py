@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import zero
 from bench import __main__ as bench_main
 from bench.commands import COMMANDS, on_devices
 from bench.pictures import smoothed
 from bench.tables import print_tables
+from dropin import zero
 from model import GPT, GPTConfig
 from tests.common import on_meta, two_at_a_time
 from tests.forks import run_python, started_python
@@ -44,7 +44,7 @@ def tree(tmp_path):
     """A copy of all that bench.sh runs, without results."""
     for path in (*ROOT.glob("*.py"), ROOT / "bench.sh"):
         shutil.copy(path, tmp_path / path.name)
-    for name in ("bench", "extras", "tests"):
+    for name in ("bench", "dropin", "extras", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "judged")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     (tmp_path / "assets").mkdir()

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from dropin.tests.wrappers import adafactor
+from dropin.zero import Zero2
 import model
 from tests.common import two_at_a_time
 from tests.params import ROOT
 from tests.runs import (ask, finish, flags, lines_of, refused, saved, start_again, this_rank,
                         write_line)
-from tests.wrappers import adafactor
 from checkpoint import checksums, read_record, sharded_state
 from verify import fresh, same_bits, uncut, zoo_loss
-from zero import Zero2
 
 
 def flip(path):
@@ -65,7 +65,7 @@ def test_what_is_missing_is_named(n_ranks, mode, tmp_path):
 # What is no checkpoint of a run: a flag, its value and what the line names.
 MISFITS = (("n_layer", 3, r"(blocks\.2|n_layer)"), ("n_embd", 32, "(wte.weight|n_embd)"),
            ("seed", 3, "seed"), ("block_size", 8, "block_size"), ("max_steps", 3, "steps"),
-           ("global_batch_size", 8, "global_batch_size"), ("dataset", ROOT / "ddp.py", "data"),
+           ("global_batch_size", 8, "global_batch_size"), ("dataset", ROOT / "verify.py", "data"),
            ("optimizer", "muon", "optimizer"), ("resume", ROOT, str(ROOT)),
            ("resume", "nowhere", "nowhere"))
 

@@ -1,4 +1,4 @@
-"""conftest.py: how tests on ranks fail. An inner pytest runs tests that do."""
+"""plugin.py: how tests on ranks fail. An inner pytest runs tests that do."""
 
 import os
 import pathlib
@@ -129,9 +129,9 @@ EXPECTED = {
 
 
 def copy_of_conftest(folder, tests):
-    """A folder in which pytest runs these tests with our conftest.py."""
+    """A folder in which pytest runs these tests with our plugin.py."""
     (folder / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "frozen.py", "params.py", "ranks.py"):
+    for name in ("__init__.py", "conftest.py", "frozen.py", "params.py", "plugin.py", "ranks.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "tests/test_x.py").write_text(tests)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ddp
+from dropin import ddp
 import oracle
 import train
 from extras import auto
@@ -181,7 +181,7 @@ def note_reads(name, reads):
     def noted(*arguments, **options):
         code = sys._getframe(1).f_code
         path = pathlib.Path(code.co_filename)
-        if path.parent in (ROOT, ROOT / "extras"):
+        if path.parent in (ROOT, ROOT / "dropin", ROOT / "extras"):
             reads.append(f"{path.name}: {code.co_name} calls {name}")
         return real(*arguments, **options)
 

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp import DDP
+from dropin.ddp import DDP
+from dropin.zero import Zero1, Zero2, Zero3
 from tests.common import raises
 from tests.messages import messages, SENDS
-from zero import Zero1, Zero2, Zero3
 
 N = 12  # elements of a rank's tensor. Divided by W = 2 or 3 it is whole, so counts are exact.
 ROOT = 1

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
+from dropin.tests.wrappers import WRAPPERS
+from dropin.zero import PlainZero3
 import train
 from extras import auto
 from model import apply_rotary, GPT, GPTConfig, PRESETS, rotary_tables
 from tests.common import on_meta, planted, raises
 from tests.params import full, ROOT
 from tests.runs import finish, refused
-from tests.wrappers import WRAPPERS
 from verify import same_bits, small_gpt
-from zero import PlainZero3
 
 
 def llama_logits(gpt, idx):

@@ -10,8 +10,8 @@ import typing
 
 import pytest
 
-import ddp
 import verify
+from dropin import ddp
 from tests.own import own_file, OwnFile, ROOT
 
 
@@ -76,7 +76,8 @@ def test_packages(write):
     """Imports are relative ones, those of its own folder, and those of the topmost package's."""
     folder = write({
         "src/package/__init__.py": "", "src/package/model.py": "class Net: pass",
-        "src/package/own.py": "from .model import Net\nfrom model import Net as other\nimport ddp",
+        "src/package/own.py": "from .model import Net\nfrom model import Net as other\n"
+                              "from dropin import ddp",
         "src/package/sub/__init__.py": "", "src/package/sub/ddp.py": "class DDP: pass",
         "src/package/sub/own.py": "from ..model import Net\nfrom package.model import Net as same\n"
                                   "from . import ddp\nfrom ddp import DDP"})
@@ -97,7 +98,8 @@ def test_a_package_that_imports_the_file(write):
 
 def test_ours_are_found_where_nobody_has_the_name(write):
     """Folders of data have no modules in them."""
-    folder = write({"own.py": "from ddp import DDP\nimport data, model, tests.params, verify",
+    folder = write({"own.py": "from dropin.ddp import DDP\n"
+                              "import data, model, tests.params, verify",
                     "model/weights.bin": "", "data/texts/a.txt": "", "tests/notes.md": ""})
     spec = verify.__spec__
     with own_file(f"{folder}/own.py").imports() as module:
@@ -211,7 +213,7 @@ def test_imports_of_hooks(write):
 def test_a_file_in_the_project():
     """All is ours there."""
     with own_file(ROOT / "model.py").imports() as module:
-        import ddp as actual
+        from dropin import ddp as actual
         import tests.own as also
         assert module.__name__ == "model" and module.__file__ == f"{ROOT}/model.py"
         assert actual is ddp and also.own_file is own_file

@@ -123,7 +123,7 @@ def test_record_step_reads_what_it_writes():
 def test_page_has_lines_of_code_that_are_there():
     """Each event has a line, of a file in which it still is."""
     texts = {}
-    for path in ("ddp.py", "zero.py", "docs/record_step.py"):
+    for path in ("dropin/ddp.py", "dropin/zero.py", "docs/record_step.py"):
         texts[path] = " ".join((ROOT / path).read_text().split())
     for name, events in runs_of_page().items():
         for event in events:

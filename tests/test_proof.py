@@ -44,8 +44,8 @@ def what_counts(row):
 @pytest.mark.parametrize("check, arguments, W", parameters())
 def test_proof(check, arguments):
     """W ranks have the bits of one process, of oracle.py and of torch's wrappers, and the bytes of
-    the paper: see verify.PROOF. (W is conftest's fixture. Without --full it is a sample of the rows
-    that verify.py runs.)"""
+    the paper: see verify.PROOF. (W is plugin.py's fixture. Without --full it is a sample of the
+    rows that verify.py runs.)"""
     check(**arguments)
 
 
@@ -150,9 +150,9 @@ def loss(model, step, number):
     return model(x(number + 1)).square().mean() * OWN
 """,
     "mine.py": """
+from dropin.zero import Zero2
 from model import net
 from train import OWN
-from zero import Zero2
 
 def wrap(module):
     import ddp

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from data import load_tokenizer
-from ddp import DDP
+from dropin.ddp import DDP
 from tests.judge import rows_of_wrapper
 from tests.params import full, ROOT, slug
 from tests.ranks import rows_of
@@ -82,6 +82,7 @@ def test_readme_own_loop_runs(tmp_path):
     [own] = blocks_of("README", "python")
     _, muon = blocks_of("using", "python")
     with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
+    with_muon = with_muon.replace("from zero import Zero3", "from dropin import Zero3")
     with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
     with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
     in_ddp = own.replace("from zero import Zero3", "from ddp import DDP")
@@ -110,7 +111,8 @@ def test_using_has_one_hash(tmp_path):
     [own] = blocks_of("README", "python")
     loop, _ = blocks_of("using", "python")
     begin, end = own.index("    for step in range(100)"), own.index("    digest = ")
-    script = f"from ddp import clip_gradients_\n{own[:begin]}{loop}{own[end:]}"
+    script = f"from dropin.ddp import clip_gradients_\n{own[:begin]}{loop}{own[end:]}"
+    script = script.replace("from zero import Zero3", "from dropin import Zero3")
     script = script.replace("range(100)", "range(10)")
     plain = re.sub(r"model = Zero3\(.*?\)\)", "model = net", script)
     plain = re.sub(r" +model\.set_.*\n", "", plain).replace("model.shard_group", "None")
@@ -298,7 +300,7 @@ def test_course_has_these_numbers(mode):
             return torch.cat([p.detach() for p in reversed(list(model.parameters()))])
         return bucket.sharded if bucket.unsharded is None else bucket.unsharded
 
-    with mock.patch.multiple("zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4):
+    with mock.patch.multiple("dropin.zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4):
         model = {"ddp": DDP, **STAGES}[mode](ThreeParameters())
     [bucket] = model._buckets
     optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
@@ -401,10 +403,10 @@ def test_breaks_are_caught(file, old, new, seen, command, tmp_path):
     text = (ROOT / file).read_text()
     assert text.count(old) == 1, f"{file} has {text.count(old)} times {old}"
     for pattern in ("*.py", "*.md", "*.sh", "*.toml", "docs/*", "extras/*.py", "bench/*.py",
-                    "tests/*.py"):
+                    "tests/*.py", "dropin/*.py", "dropin/tests/*.py"):
         for path in ROOT.glob(pattern):
             copy = tmp_path / path.relative_to(ROOT)
-            copy.parent.mkdir(exist_ok=True)
+            copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)  # without its mode: it may be read-only
     (tmp_path / file).write_text(text.replace(old, new))
     done = subprocess.run(arguments_of(command), cwd=tmp_path, capture_output=True, text=True)
@@ -557,9 +559,10 @@ def layers_in_order():
     places = []
     for layer in layers:
         is_plain = layer.__name__ in ("Wrapper", "Reducer", "Stage") or "Plain" in layer.__name__
-        if layer.__module__ in ("ddp", "zero", "guards") and not is_plain:
-            line = definitions(ROOT / f"{layer.__module__}.py")[layer.__name__].lineno
-            of_file = ["ddp", "zero", "guards"].index(layer.__module__)
+        if layer.__module__ in ("dropin.ddp", "dropin.zero", "dropin.guards") and not is_plain:
+            file = layer.__module__.removeprefix("dropin.")
+            line = definitions(ROOT / f"dropin/{file}.py")[layer.__name__].lineno
+            of_file = ["ddp", "zero", "guards"].index(file)
             places.append((of_file, line, layer.__name__))
     return [name for _, _, name in sorted(places)]
 
@@ -669,7 +672,8 @@ def test_readme_has_the_formulas_numbers():
 
 def list_tests():
     """Plant pytest in place of train.py."""
-    sys.exit(pytest.main(["--full", "--collect-only", "-q", "-n", "0", str(ROOT)]))
+    sys.exit(pytest.main(["--full", "--collect-only", "-q", "-n", "0", str(ROOT / "tests"),
+                          str(ROOT / "dropin")]))
 
 
 NO_NAMES = "own.py", "mine.py", "cuda"  # files of a reader, and a device

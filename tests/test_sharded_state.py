@@ -14,12 +14,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import sharded_state
-from ddp import DDP, PlainDDP
+from dropin.ddp import DDP, PlainDDP
+from dropin.zero import PlainZero2, Zero1, Zero2, Zero3
 from oracle import average_gradients
 from tests.common import raises
 from tests.params import full
 from verify import adamw, fresh, fsdp2, gather, is_ours, same_bits, zoo_loss
-from zero import PlainZero2, Zero1, Zero2, Zero3
 
 
 def sgd(parameters):

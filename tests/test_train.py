@@ -67,8 +67,8 @@ def test_modes_have_one_surface(mode):
         assert type(wrapper) is torchs.FSDP and "forward" not in vars(wrapper.module)
 
 
-EIGHT = ("ddp.py", "guards.py", "zero.py", "checkpoint.py", "oracle.py", "model.py", "data.py",
-         "train.py")
+EIGHT = ("dropin/__init__.py", "dropin/ddp.py", "dropin/guards.py", "dropin/zero.py",
+         "checkpoint.py", "oracle.py", "model.py", "data.py", "train.py")
 
 
 def alone(folder, words):
@@ -82,9 +82,9 @@ def test_eight_files_are_enough(tmp_path):
     number of ranks, evaluate, and write a text, on the bits of here; what needs extras/ is refused
     in a line."""
     here = tmp_path / "here"
-    here.mkdir()
+    (here / "dropin").mkdir(parents=True)
     for name in EIGHT:
-        shutil.copy(ROOT / name, here)
+        shutil.copy(ROOT / name, here / name)
     expected = finish(tmp_path / "out", max_steps=6)["param_sha256"]
 
     def run(W, status=0, fact="^$", **options):

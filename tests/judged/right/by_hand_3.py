@@ -5,9 +5,9 @@ not lie inside of each other."""
 
 import torch.distributed as dist
 
+from dropin.ddp import clip_gradients_
+from dropin.zero import find_units
 import oracle
-from ddp import clip_gradients_
-from zero import find_units
 
 
 def wrap(module):

@@ -1,6 +1,6 @@
 """DDP of ddp.py, where ranks may use different parameters."""
 
-from ddp import DDP
+from dropin.ddp import DDP
 
 
 def wrap(module):

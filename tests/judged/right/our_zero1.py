@@ -1,6 +1,6 @@
 """Zero1 of zero.py: optimizer states are sharded."""
 
-from zero import Zero1
+from dropin.zero import Zero1
 
 
 def wrap(module):

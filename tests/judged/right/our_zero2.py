@@ -1,6 +1,6 @@
 """Zero2 of zero.py: optimizer states and gradients are sharded."""
 
-from zero import Zero2
+from dropin.zero import Zero2
 
 
 def wrap(module):

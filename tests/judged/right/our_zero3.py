@@ -1,6 +1,6 @@
 """Zero3 of zero.py: optimizer states, gradients and parameters are sharded."""
 
-from zero import Zero3
+from dropin.zero import Zero3
 
 
 def wrap(module):

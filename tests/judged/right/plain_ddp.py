@@ -3,7 +3,7 @@
 In each backward every trained parameter has to get a gradient, on all ranks. Each rank has buffers
 of its own after the start."""
 
-from ddp import PlainDDP
+from dropin.ddp import PlainDDP
 
 
 def wrap(module):

@@ -3,7 +3,7 @@
 In each backward every trained parameter has to get a gradient, on all ranks. All ranks call their
 units in one order."""
 
-from zero import PlainZero1, StateDicts
+from dropin.zero import PlainZero1, StateDicts
 
 
 class Saved(StateDicts, PlainZero1):

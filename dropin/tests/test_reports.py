@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.tensor import distribute_tensor, init_device_mesh, Replicate
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ddp import named_tensors
-from guards import Part
+from dropin.ddp import named_tensors
+from dropin.guards import Part
+from dropin.tests.scripts import Net, note_script, run_script
+from dropin.tests.wrappers import WRAPPERS
 from tests.common import native, on_meta, planted, raises
 from tests.params import full
-from tests.scripts import Net, note_script, run_script
-from tests.wrappers import WRAPPERS
 from verify import STAGES
 
 ALL = ["ddp", *STAGES]

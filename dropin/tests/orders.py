@@ -1,7 +1,7 @@
 """Public models that use their parts in another order than they register them, built small, and
 what a wrapper's step shows of that.
 
-    python -m tests.orders       # a table of them all, at W = 2 and 3, beside torch's
+    python -m dropin.tests.orders       # a table of them all, at W = 2 and 3, beside torch's
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp import DDP
+from dropin.ddp import DDP
 from tests.measure import every_collective, live_bytes
 from tests.ranks import Ranks
 from verify import fsdp2, STAGES

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dropin.tests.wrappers import foreach, Lamb, muon, sgd, WRAPPERS
 from tests.common import full_training, native, planted, raises, training
 from tests.measure import every_collective
 from tests.params import full
-from tests.wrappers import foreach, Lamb, muon, sgd, WRAPPERS
 from verify import Block, distributed, no_sync, Odd, same_bits, two_forwards
 
 

@@ -70,7 +70,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from guards import Guards, refuse_held
+from dropin.guards import Guards, refuse_held
 
 Group = dist.ProcessGroup | None  # None: all ranks
 

@@ -7,12 +7,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from dropin.ddp import DDP, HierarchicalState
+from dropin.guards import Guards
+from dropin.zero import Zero1, Zero2, Zero3
 import verify
-from ddp import DDP, HierarchicalState
-from guards import Guards
 from extras.comm_hooks import hierarchical_hook, top_k_hook, TopKState
 from verify import adamw, BF16, our_ddp, STAGES, uncut
-from zero import Zero1, Zero2, Zero3
 
 
 def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, except on NCCL

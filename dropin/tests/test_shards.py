@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from checkpoint import sharded_state
-from guards import NOT_BY_PARAMETER, NOT_ELEMENTWISE, Shard
+from dropin.guards import NOT_BY_PARAMETER, NOT_ELEMENTWISE, Shard
+from dropin.tests.scripts import Net
+from dropin.tests.wrappers import WRAPPERS
 from tests.common import raises
-from tests.scripts import Net
-from tests.wrappers import WRAPPERS
 from verify import gather, STAGES
 
 

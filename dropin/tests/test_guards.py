@@ -21,13 +21,13 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from checkpoint import sharded_state
-from ddp import clip_gradients_, DDP
+from dropin.ddp import clip_gradients_, DDP
+from dropin.tests.scripts import Net, note_script, run_script
+from dropin.tests.wrappers import PLAIN, WRAPPERS
 from tests.common import full_training, planted, raises, training
 from tests.measure import every_collective
 from tests.params import ROOT
 from tests.runs import run_alone, run_train
-from tests.scripts import Net, note_script, run_script
-from tests.wrappers import PLAIN, WRAPPERS
 from verify import distributed, fresh, no_sync, same_bits, STAGES, zoo_loss
 
 
@@ -67,10 +67,10 @@ def test_guards_change_nothing(wrapper, modules, options):
 
 
 def test_files_work_alone(tmp_path):
-    """oracle.py alone, ddp.py with guards.py, and zero.py with both: in an empty folder."""
+    """oracle.py alone, and dropin/ alone: in an empty folder."""
     script = """
 import torch, torch.distributed as dist
-from {file} import {wrapper}, Plain{wrapper}
+from dropin.{file} import {wrapper}, Plain{wrapper}
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for kind in {wrapper}, Plain{wrapper}:
     model = kind(torch.nn.Linear(2, 2))
@@ -80,10 +80,9 @@ for kind in {wrapper}, Plain{wrapper}:
     printed = {}
     for file, wrapper in (("ddp", "DDP"), ("zero", "Zero3"), ("oracle", None)):
         folder = tmp_path / file
-        folder.mkdir()
-        needed = {"oracle.py"} if file == "oracle" else {"ddp.py", "guards.py", f"{file}.py"}
-        for name in needed:
-            shutil.copy(ROOT / name, folder / name)
+        (folder / "dropin").mkdir(parents=True)
+        for path in [ROOT / "oracle.py"] if file == "oracle" else ROOT.glob("dropin/*.py"):
+            shutil.copy(path, folder / path.relative_to(ROOT))
         (folder / "own.py").write_text(script.format(file=file, wrapper=wrapper))
         script_file = "own.py" if wrapper else "oracle.py"
         run = run_train(None, plant=partial(run_alone, folder, script_file), argv=[])

@@ -18,15 +18,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-import ddp
-import zero
+from dropin import ddp, zero
+from dropin.tests.wrappers import adafactor, Lamb, muon, PLAIN, WRAPPERS
+from dropin.zero import PlainZero3, Zero2, Zero3
 from model import GPT, GPTConfig, PRESETS
 from tests.common import full_training, on_meta, raises, training
 from tests.measure import Chain, every_collective, live_bytes
 from tests.params import full, ROOT
-from tests.wrappers import adafactor, Lamb, muon, PLAIN, WRAPPERS
 from verify import compare, fresh, gather, ORDERS, same_bits, small_gpt, STAGES, uncut, zoo_loss
-from zero import PlainZero3, Zero2, Zero3
 
 FLAT_FP32 = ("gpt", "odd", "lora")
 
@@ -362,7 +361,7 @@ def test_hybrid_sums_are_in_place(stage):
         places.append(flat.untyped_storage()._cdata in memories)
         return ddp.start_all_reduce(flat, process_group)
 
-    with mock.patch("zero.start_all_reduce", note):
+    with mock.patch("dropin.zero.start_all_reduce", note):
         _, loss = model(idx, idx)
         loss.backward()
     assert places and all(places), f"{places.count(False)} of {len(places)} sums are elsewhere"

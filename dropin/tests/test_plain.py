@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dropin.ddp import DDP, PlainDDP, Reducer, TorchOptions, UnevenRanks, Wrapper
+from dropin.zero import PlainZero1, PlainZero2, PlainZero3, Stage, StateDicts, Zero1, Zero2, Zero3
 import verify
-from ddp import DDP, PlainDDP, Reducer, TorchOptions, UnevenRanks, Wrapper
 from tests.common import planted, raises
 from tests.measure import Chain, every_collective, live_bytes
 from verify import ByHand, compare, distributed, gather, memory_is_the_formulas, same_bits
-from zero import PlainZero1, PlainZero2, PlainZero3, Stage, StateDicts, Zero1, Zero2, Zero3
 
 STAGES = {}
 for kind in (PlainZero1, PlainZero2, PlainZero3):  # with what `compare` reads
@@ -75,7 +75,7 @@ def test_layers_only_add(wrapper):
     kinds = wrapper.__mro__
     actual = {}
     for i, layer in enumerate(kinds):
-        if layer in plain or layer.__module__ not in ("ddp", "zero", "guards"):
+        if layer in plain or layer.__module__ not in ("dropin.ddp", "dropin.zero", "dropin.guards"):
             continue
         below = [kind for kind in kinds[i:] if kind in plain]
         for method in ast.parse(inspect.getsource(layer)).body[0].body:

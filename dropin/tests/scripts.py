@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from ddp import first_names, named_tensors
+from dropin.ddp import first_names, named_tensors
+from dropin.tests.wrappers import WRAPPERS
+from dropin.zero import copy_of, PlainZero1
 from tests.common import raises
-from tests.wrappers import WRAPPERS
 from tests.hints import difference
 from verify import no_sync, STAGES
-from zero import copy_of, PlainZero1
 
 
 class Net(nn.Module):

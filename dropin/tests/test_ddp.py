@@ -17,13 +17,13 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-import ddp
-from ddp import DDP
+from dropin import ddp
+from dropin.ddp import DDP
+from dropin.tests.wrappers import WRAPPERS
+from dropin.zero import cast_floats, Zero2
 from tests.common import native, planted, raises
 from tests.measure import Chain, every_collective, live_bytes
-from tests.wrappers import WRAPPERS
 from verify import BF16, fresh, our_ddp, same_bits, small_gpt
-from zero import cast_floats, Zero2
 
 
 @pytest.mark.ranks(2, 3)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from dropin.tests.scripts import Net
+from dropin.tests.wrappers import WRAPPERS
 from tests.common import native, raises
 from tests.measure import every_collective
-from tests.scripts import Net
-from tests.wrappers import WRAPPERS
 from verify import gather, STAGES
 
 ALL = ["ddp", *STAGES]

@@ -72,12 +72,12 @@ from torch._dynamo import eval_frame
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
-from ddp import (ALIGN_CHUNK_BYTES, NOTHING, Bucket, HierarchicalState, OptimizerStates, Reducer,
-                 Slot, UnevenRanks, add_in_rank_order, broadcast, bucket_bytes, fill_buckets,
-                 first_names, in_backward, in_order_of_use, named_modules, named_tensors,
-                 refuse_no_size, round_up, span, start_all_gather, start_all_reduce,
-                 start_reduce_scatter, weakly)
-from guards import ShardGuards
+from dropin.ddp import (ALIGN_CHUNK_BYTES, NOTHING, Bucket, HierarchicalState, OptimizerStates,
+                        Reducer, Slot, UnevenRanks, add_in_rank_order, broadcast, bucket_bytes,
+                        fill_buckets, first_names, in_backward, in_order_of_use, named_modules,
+                        named_tensors, refuse_no_size, round_up, span, start_all_gather,
+                        start_all_reduce, start_reduce_scatter, weakly)
+from dropin.guards import ShardGuards
 
 ALIGN_BYTES = 64  # of a parameter in its buffer: a cache line, and what BLAS kernels like best
 

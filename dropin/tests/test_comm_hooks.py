@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp import DDP
+from dropin.ddp import DDP
+from dropin.tests.wrappers import WRAPPERS
 from oracle import average_gradients
-from tests.wrappers import WRAPPERS
 from extras.comm_hooks import top_k_hook, TopKState
 from verify import compare, distributed, fresh, gather, same_bits, zoo_loss
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp import DDP, in_order_of_use, PlainDDP
-from tests import orders
+from dropin.ddp import DDP, in_order_of_use, PlainDDP
+from dropin.tests import orders
+from dropin.tests.test_plain import PLAIN, Shared, step_of
+from dropin.zero import PlainZero3, Zero3
 from tests.common import native, planted, raises
 from tests.measure import every_collective, live_bytes
-from tests.test_plain import PLAIN, Shared, step_of
 from verify import STAGES
-from zero import PlainZero3, Zero3
 
 SMALL = 0.0003  # MB: a block of `Shared`
 OURS = {"ddp": partial(DDP, bucket_cap_mb=SMALL, find_unused_parameters=True), **STAGES}
@@ -632,7 +632,7 @@ def test_the_first_backward_does_not_wait_for_the_root():
 @pytest.mark.ranks(2)
 def test_a_head_does_not_wait_for_all_units():
     """Where it has a bucket of its own, that is full when a backward begins."""
-    with mock.patch("zero.bucket_bytes", lambda W, cap_mb: 32):
+    with mock.patch("dropin.zero.bucket_bytes", lambda W, cap_mb: 32):
         model = Zero3(Pictures("first"))
     for _ in range(2):
         model(IDX, True).backward()

@@ -1,0 +1,1 @@
+"""What is checked of dropin/, by `python -m pytest dropin`."""

@@ -1,0 +1,3 @@
+"""tests/plugin.py runs tests on ranks."""
+
+pytest_plugins = ["tests.plugin"]
