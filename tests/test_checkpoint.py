@@ -65,7 +65,7 @@ def test_what_is_missing_is_named(n_ranks, mode, tmp_path):
 # What is no checkpoint of a run: a flag, its value and what the line names.
 MISFITS = (("n_layer", 3, r"(blocks\.2|n_layer)"), ("n_embd", 32, "(wte.weight|n_embd)"),
            ("seed", 3, "seed"), ("block_size", 8, "block_size"), ("max_steps", 3, "steps"),
-           ("global_batch_size", 8, "global_batch_size"), ("dataset", ROOT / "verify.py", "data"),
+           ("global_batch_size", 8, "global_batch_size"), ("dataset", ROOT / "train.py", "data"),
            ("optimizer", "muon", "optimizer"), ("resume", ROOT, str(ROOT)),
            ("resume", "nowhere", "nowhere"))
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.params import ROOT
 
-COPIED = [*ROOT.glob("*.py"), *ROOT.glob("extras/[a-z]*.py")]
+COPIED = [*ROOT.glob("*.py"), *ROOT.glob("dropin/*.py"), *ROOT.glob("extras/[a-z]*.py")]
 
 
 @pytest.mark.parametrize("path", COPIED, ids=lambda path: path.stem)

@@ -90,7 +90,7 @@ def sent_by_ranks(events, W):
 def test_record_step_checks_and_writes(writes, tmp_path):
     """In a copy of the tree, in whose page one number is another: --check names the event and the
     command, and changes nothing. That command makes the page again what it was."""
-    for pattern in ("*.py", "docs/*", "tests/*.py", "bench/*.py"):
+    for pattern in ("*.py", "docs/*", "tests/*.py", "bench/*.py", "dropin/*.py"):
         for path in ROOT.glob(pattern):
             copy = tmp_path / path.relative_to(ROOT)
             copy.parent.mkdir(exist_ok=True)
