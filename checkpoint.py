@@ -116,8 +116,12 @@ def sharded_state(model: nn.Module,
                 state_of[p] = state_in(optimizer, group, p)
     state = {}
     for name, p, first, whole in pieces:
-        own = local(p).detach().as_subclass(torch.Tensor)  # guards.py warns who asks a shard
+        own = local(p).detach()
         n = own.numel()
+        if hasattr(p, "whole_stride"):
+            # Who loads writes into what is returned here. zero.py gathers what has another version,
+            # which ranks with an empty shard have to know, too.
+            torch.autograd.graph.increment_version(p)
         if n == 0:
             continue  # another rank has it, and its state: here Adam's count of steps stays 0
         for kind, t in {"model": own, **state_of.get(p, {})}.items():
@@ -141,8 +145,11 @@ def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
     """Yield (name, what this rank has of the parameter, the first element of it, how many elements
     the whole has), of all parameters of a model."""
     model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    # {parameter: Slot} of our wrappers, see ddp.py. Where nothing is cut a slot's layout is None.
+    # {parameter: Slot} of dropin's wrappers. Where nothing is cut a slot's layout is None.
     slots = getattr(model, "_slots", {})
+    starts = {}  # {name: the first element that is here}, of zero.py's
+    if not slots and hasattr(model, "shard_starts"):
+        starts = model.shard_starts()
     is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
     is_wrapped = is_torchs or len(slots) > 0 or hasattr(model, "full_parameters")
     bare = dict((model.module if is_wrapped else model).named_parameters())
@@ -153,7 +160,9 @@ def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
             raise ValueError(f"the wrapper does not know the parameter {bare_name} of its module: "
                              f"it was added or replaced after wrapping")
         p = shards[prefix + bare_name]
-        first, strides = 0, whole.stride()
+        first, strides = starts.get(bare_name, 0), whole.stride()
+        if hasattr(p, "whole_stride"):  # a shard of zero.py
+            strides = p.whole_stride
         if whole in slots:
             slot = slots[whole]
             strides = slot.strides
@@ -191,8 +200,9 @@ def flattened(t, strides, name):
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that fully_shard divides; any other tensor as it is."""
-    return t.to_local() if isinstance(t, dist.tensor.DTensor) else t
+    """This rank's part of a tensor that fully_shard divides; any other tensor as it is, but without
+    dropin's guards."""
+    return t.to_local() if isinstance(t, dist.tensor.DTensor) else t.as_subclass(torch.Tensor)
 
 
 def state_in(optimizer, group, p):

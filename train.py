@@ -76,10 +76,10 @@ from checkpoint import (checkpoint_of, hidden, is_checkpoint, local, Lock, Metri
                         problem_of, publish, read_record, rewind, sharded_state, tidy)
 from data import (block_order, choose_tokenizer, count_blocks, encode_prompt, fingerprint,
                   load_tokenizer, load_tokens, read_blocks, ReadAhead, tokenize)
-from dropin.ddp import clip_gradients_, DDP, total_norm
-from dropin.zero import Zero1, Zero2, Zero3
+from ddp import clip_gradients_, DDP, total_norm
 from model import GPT, GPTConfig, PRESETS
 from oracle import average_gradients, broadcast_parameters, kinds_of_devices, take_device
+from zero import Zero1, Zero2, Zero3
 
 # -------------------------------------------------------------------------------------------------
 # flags
@@ -822,15 +822,13 @@ def wrap(gpt, config, device):
         return Bare(gpt.to(device))
     # None is 25 MB too, but only with None is torch's first bucket small.
     bucket_cap_mb = None if config.bucket_cap_mb == 25 else config.bucket_cap_mb
-    if config.mode in STAGES:
-        for_muon = [p for name, p in gpt.named_parameters() if takes_muon(name, p, config)]
-        model = STAGES[config.mode](gpt, param_dtype=DTYPES.get(config.param_dtype),
-                                    reduce_dtype=DTYPES.get(config.reduce_dtype),
-                                    shard_size=config.shard_size, offload=config.offload,
-                                    uncut=for_muon, bucket_cap_mb=bucket_cap_mb)
+    if needs_dropin(config):
+        model = wrap_by_dropin(gpt, config, device, bucket_cap_mb)
+    elif config.mode in STAGES:
+        model = STAGES[config.mode](gpt.to(device), bucket_cap_mb=bucket_cap_mb,
+                                    param_dtype=DTYPES.get(config.param_dtype))
     elif config.mode == "ddp":
-        model = DDP(gpt.to(device), bucket_cap_mb=bucket_cap_mb,
-                    find_unused_parameters=config.find_unused_parameters)
+        model = DDP(gpt.to(device), bucket_cap_mb=bucket_cap_mb)
     else:
         from extras import torchs
         return torchs.wrap(gpt.to(device), config, bucket_cap_mb)
@@ -842,16 +840,40 @@ def wrap(gpt, config, device):
     return model
 
 
+def needs_dropin(config):
+    """Whether a flag asks our own modes for more than ddp.py and zero.py have."""
+    if config.mode in STAGES:
+        has_muon = config.optimizer == "muon"
+        return has_muon or config.offload or bool(config.shard_size or config.reduce_dtype)
+    return config.mode == "ddp" and (config.find_unused_parameters or config.comm_hook is not None)
+
+
+def wrap_by_dropin(gpt, config, device, bucket_cap_mb):
+    import dropin
+
+    if config.mode == "ddp":
+        return dropin.DDP(gpt.to(device), bucket_cap_mb=bucket_cap_mb,
+                          find_unused_parameters=config.find_unused_parameters)
+    kind = {"zero1": dropin.Zero1, "zero2": dropin.Zero2, "zero3": dropin.Zero3}[config.mode]
+    for_muon = [p for name, p in gpt.named_parameters() if takes_muon(name, p, config)]
+    return kind(gpt, param_dtype=DTYPES.get(config.param_dtype),
+                reduce_dtype=DTYPES.get(config.reduce_dtype), shard_size=config.shard_size,
+                offload=config.offload, uncut=for_muon, bucket_cap_mb=bucket_cap_mb)
+
+
 def exchanging(model, config, is_last):
     """A context for forward and backward of a micro-step: gradients are exchanged in the last one.
 
     But stages 2 and 3 always exchange them: they have no room for whole gradients, and so their
-    bits are those of one process, however micro batches are divided among ranks. Stage 2 need not
-    gather parameters again that no step has changed, if it knows.
+    bits are those of one process, however micro batches are divided among ranks. So does stage 1 in
+    16 bits, in which gradients must not add up. (dropin's stages need not gather parameters again
+    that no step has changed, if they know.)
     """
-    if config.mode in STAGES:
-        model.set_is_last_backward(is_last)
     always = config.mode in ("zero2", "zero3") and config.shard_size != 1
+    if config.mode in STAGES and needs_dropin(config):
+        model.set_is_last_backward(is_last)
+    elif config.mode == "zero1" and config.param_dtype in ("bf16", "fp16"):
+        always = True
     return contextlib.nullcontext() if is_last or always else model.no_sync()
 
 
@@ -862,8 +884,8 @@ def exchanging(model, config, is_last):
 def build_gpt(config, vocab_size, record):
     """The GPT: a preset, or the folder --init_from, each size overridden where its flag is given.
 
-    For ZeRO it is on the meta device, and its wrapper gives it values unit by unit, so that no rank
-    ever holds all of it. record: of the checkpoint that is loaded later; None without one.
+    For dropin's stages it is on the meta device, and its wrapper gives it values unit by unit, so
+    that no rank ever holds all of it. record: of the checkpoint that is loaded later, or None.
     """
     sizes = dict(PRESETS[config.model], vocab_size=vocab_size)
     if config.init_from and record is not None:  # that folder may be gone
@@ -892,7 +914,8 @@ def build_gpt(config, vocab_size, record):
 
 
 def build_on_device(gpt_config, config):
-    with torch.device("meta" if config.mode in STAGES else "cpu"):
+    is_on_meta = config.mode in STAGES and needs_dropin(config)
+    with torch.device("meta" if is_on_meta else "cpu"):
         return GPT(gpt_config)
 
 

@@ -63,9 +63,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dropin import ddp
-from dropin.ddp import DDP
-from dropin.zero import Zero1, Zero2, Zero3, find_units
+import ddp
+import zero
+from dropin import DDP, Zero1, Zero2, Zero3
 import oracle
 from model import GPT, GPTConfig
 from tests.hints import difference
@@ -77,7 +77,9 @@ from tests.own import on_device, own_file
 from tests.ranks import (check, chosen, device, Failure, grid, JUDGED, only_full, print_names,
                          PROVED, rows_of, run_parts)
 
-STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
+STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}  # dropin's
+BOOK = {"book ddp": ddp.DDP, "book zero1": zero.Zero1, "book zero2": zero.Zero2,
+        "book zero3": zero.Zero3}  # ddp.py and zero.py
 
 
 # -------------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ CLAIMS = {
     "At W = 2 torch's own wrappers end on the same bits as ours": ["bits_of_torch"],
     "At other W they are about as close to ours as to each other": ["close_to_torch"],
     "A rank receives and holds the bytes of the ZeRO paper's formulas":
-        ["memory_is_the_formulas", "traffic_is_the_formulas"],
+        ["memory_is_the_formulas", "traffic_is_the_formulas", "traffic_of_the_book"],
     "So it does, and overlaps as much, in whatever order a module is registered":
         ["order_of_use"]}
 
@@ -160,6 +162,24 @@ class Even(Odd):
         return super().forward(x, 0)
 
 
+class Plain(nn.Module):
+    """What ddp.py and zero.py take of it: all ranks use all parameters, and there are units."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.layers[0].weight = nn.Parameter(self.layers[0].weight.detach().T)  # strides (1, 5)
+        self.layers[1].weight = self.layers[0].weight
+        self.layers[2].requires_grad_(False)
+        self.wide = nn.Linear(5, 1001)
+        self.sizes = nn.ParameterList(torch.randn(shape) for shape in ((), (1,), (0,), (7,)))
+
+    def forward(self, x, turn):
+        x = self.layers[0](x).tanh() * self.sizes[0] + self.sizes[1]
+        x = self.layers[0](self.layers[2](self.layers[1](x)))
+        return self.wide(x).square().mean() + self.sizes[2].sum() + self.sizes[3].exp().mean()
+
+
 class Mixed(nn.Module):
     """Layers in fp32, fp64 and bf16, or of other dtypes, the first called again, and buffers that
     follow the batches of a rank. Each layer is a unit without submodules, so nothing but its own
@@ -186,14 +206,16 @@ class Block(nn.Module):
     """A residual layer: a frozen weight, a trained correction of rank one, a parameter not used.
 
     In LoRA most parameters are frozen, so they are in no bucket, but stage 3 still gathers them.
+    is_plain: without the parameter that is not used.
     """
 
-    def __init__(self):
+    def __init__(self, is_plain=False):
         super().__init__()
         self.base, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
         self.base.weight.requires_grad_(False)
         self.down, self.up = nn.Linear(5, 1, bias=False), nn.Linear(1, 5)
-        self.never = nn.Parameter(torch.ones(3))
+        if not is_plain:
+            self.never = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
         x = self.norm(x)
@@ -210,11 +232,11 @@ class Blocks(nn.Module):
     What is gathered when must then not depend on what a rank itself has used, or they deadlock.
     """
 
-    def __init__(self, *orders, at_once=0, tied=False, frozen=()):
+    def __init__(self, *orders, at_once=0, tied=False, frozen=(), is_plain=False):
         super().__init__()
         self.orders, self.at_once = orders, at_once
         self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 2)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.layers = nn.ModuleList(Block(is_plain) for _ in range(4))
         if tied:
             self.layers[3].up.bias = self.layers[1].up.bias
             self.layers[2].base = self.layers[0].base
@@ -314,7 +336,10 @@ ZOO = {"gpt": Tokens, "odd": Odd, "mixed": Mixed, "experts": Experts, "caller": 
 MODULES = tuple(ZOO)  # "all modules" of a row; those that follow are of some
 ZOO |= {"even": Even, "inside": Inside, "scaled": Scaled,
         "batchnorm": partial(Mixed, *4 * [torch.float32], eps=0.1),
-        "recomputed": partial(Tokens, activation_checkpointing=True)}
+        "recomputed": partial(Tokens, activation_checkpointing=True),
+        "plain": Plain, "plain lora": partial(Blocks, (0, 1, 2, 3), frozen=(2,), is_plain=True),
+        "plain again": partial(Blocks, (3, 1, 0, 2, 2, 1), at_once=3, tied=True, is_plain=True)}
+PLAIN = ("gpt", "recomputed", "plain", "plain lora", "plain again")  # what the book takes
 
 
 def adamw(parameters, kind=torch.optim.AdamW, foreach=False, **options):
@@ -421,7 +446,7 @@ class ByHand(Oracle):
         if stage >= 2:
             oracle.reduce_in_backward(module)
         if stage == 3:
-            oracle.gather_when_used(module, find_units(module) if units is None else units)
+            oracle.gather_when_used(module, zero.find_units(module) if units is None else units)
 
     def forward(self, *inputs):
         if self.stage < 3:
@@ -488,13 +513,21 @@ WRAPPERS = {
     "ddp, 1 a bucket": partial(our_ddp, bucket_cap_mb=1e-6),
     "ddp unsynced": partial(our_ddp, forward_sync_buffers=False),
     **STAGES,
+    **BOOK,
+    "book ddp, 1 kB": partial(ddp.DDP, bucket_cap_mb=0.001),
+    "book zero1, 1 kB": partial(zero.Zero1, bucket_cap_mb=0.001),
+    "book zero1 bf16": partial(zero.Zero1, param_dtype=torch.bfloat16),
+    "book zero2 bf16": partial(zero.Zero2, param_dtype=torch.bfloat16),
+    "book zero3 bf16": partial(zero.Zero3, param_dtype=torch.bfloat16),
     "zero1 bf16": partial(Zero1, **BF16),
     "zero2 bf16": partial(Zero2, **BF16),
     "zero3 bf16": partial(Zero3, **BF16),
     "torch ddp": torch_ddp,
     "torch ddp unsynced": partial(torch_ddp, forward_sync_buffers=False),
     "fsdp2": fsdp2,
-    "fsdp2 bf16": partial(fsdp2, policy=MixedPrecisionPolicy(**BF16))}
+    "fsdp2 bf16": partial(fsdp2, policy=MixedPrecisionPolicy(**BF16)),
+    "fsdp2 bf16 uncast": partial(fsdp2, policy=MixedPrecisionPolicy(**BF16,
+                                                                    cast_forward_inputs=False))}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -805,13 +838,36 @@ def full_table():
             yield trains(W, wrapper, micro_steps=3, each_synced=True)
         for wrapper in STAGES:
             yield trains(W, wrapper, micro_steps=2, each_synced="announced")
+        for wrapper in ("book ddp, 1 kB", *BOOK):
+            yield trains(W, wrapper, *PLAIN)
+            yield trains(W, wrapper, *PLAIN, factor=None)
+            yield trains(W, wrapper, *PLAIN, micro_steps=3)
+            if wrapper in ("book zero1", "book zero2", "book zero3"):
+                yield trains(W, wrapper, *PLAIN, micro_steps=3, each_synced=True)
         for wrapper in ("naive", "ddp, 1 a bucket", "ddp, 1 kB", *STAGES):
             yield trains(W, wrapper)
             yield trains(W, wrapper, factor=None)
             yield trains(W, wrapper, micro_steps=4)
 
 
-@check(trains(2, "naive"),
+@check(trains(2, "book ddp, 1 kB", *PLAIN),
+       trains(3, "book ddp, 1 kB", *PLAIN),
+       trains(4, "book ddp, 1 kB", "plain", "gpt", micro_steps=3),
+       trains(1, "book ddp", "plain", "gpt"),
+       trains(1, "book zero3", *PLAIN),
+       trains(2, "book zero1", *PLAIN, micro_steps=3),
+       trains(3, "book zero1, 1 kB", *PLAIN),
+       trains(4, "book zero1", *PLAIN, micro_steps=2, each_synced=True),
+       trains(2, "book zero2", *PLAIN, micro_steps=3, each_synced=True),
+       trains(3, "book zero2", *PLAIN),
+       trains(4, "book zero2", "plain", "plain again", micro_steps=2),
+       trains(2, "book zero3", *PLAIN, micro_steps=3, each_synced=True),
+       trains(3, "book zero3", *PLAIN, micro_steps=2, each_synced=True),
+       trains(4, "book zero3", *PLAIN),
+       trains(3, "book zero3", *PLAIN, micro_steps=2),
+       trains(3, "book ddp", *PLAIN, factor=None),
+       trains(3, "book zero3", *PLAIN, factor=5),
+       trains(2, "naive"),
        trains(2, "ddp, 1 kB"),
        trains(2, "zero1", *FLAT, micro_steps=2),
        trains(2, "zero2", *ORDERS),
@@ -869,8 +925,10 @@ def compare(wrap, name, where, micro_steps=1, each_synced=False, factor=1, optim
 @check(*grid(W=(2, 3), stage=(1, 2), modules=(("even", "mixed"),)),
        dict(W=2, stage=3, modules=("gpt", "again", "recomputed")),
        dict(W=3, stage=3, modules=("even", "lora", "caller")),
+       *grid(W=(3,), stage=(1, 2, 3), modules=(("gpt", "recomputed", "plain lora"),),
+             ours=("book zero",)),
        *only_full(grid(W=(1, 2, 3, 4), stage=(1, 2, 3), modules=(BY_HAND_TAKES,))))
-def stages_are_the_oracles(stage, modules):
+def stages_are_the_oracles(stage, modules, ours="zero"):
     """Each stage ends on the bits of oracle.py's, also with two micro-steps. Not compared: modules
     that oracle.py cannot take, which are odd, experts and skipping."""
     for name in modules:
@@ -879,8 +937,8 @@ def stages_are_the_oracles(stage, modules):
             options = dict(micro_steps=micro_steps, each_synced=stage > 1)
             with unwritten_is_nan():
                 expected = distributed(partial(ByHand, stage), name, **options)
-                actual = distributed(STAGES[f"zero{stage}"], name, **options)
-            same_bits(expected, actual, f"zero{stage}, {name}, {micro_steps} micro-steps")
+                actual = distributed(WRAPPERS[f"{ours}{stage}"], name, **options)
+            same_bits(expected, actual, f"{ours}{stage}, {name}, {micro_steps} micro-steps")
 
 
 def two_forwards(model, loss):
@@ -898,6 +956,13 @@ def torch_row(torchs, ours, *modules, **options):
        torch_row("torch ddp", "ddp", "gpt", "odd", micro_steps=2, each_synced=True),
        torch_row("torch ddp", "zero3", "mixed", buffers=True),
        torch_row("torch ddp", "zero1", "gpt", "even", torch_optimizer=redundancy),
+       torch_row("torch ddp", "book ddp, 1 kB", *PLAIN, micro_steps=2),
+       torch_row("torch ddp", "book zero1", "gpt", "plain", torch_optimizer=redundancy),
+       torch_row("fsdp2", "book zero2", "gpt", "plain lora"),
+       torch_row("fsdp2", "book zero3", "gpt", "plain lora"),
+       torch_row("fsdp2 bf16 uncast", "book zero1 bf16", "gpt"),
+       torch_row("fsdp2 bf16 uncast", "book zero2 bf16", "gpt"),
+       torch_row("fsdp2 bf16 uncast", "book zero3 bf16", "gpt"),
        torch_row("fsdp2", "zero2", "lora"),
        torch_row("fsdp2", "zero3", "gpt"),
        torch_row("fsdp2 bf16", "zero1 bf16", "gpt"),
@@ -921,13 +986,14 @@ def bits_of_torch(torchs, ours, modules, torch_optimizer=None, **options):
 OF_TORCH = ("torch ddp", "fsdp2")
 
 
-@check(*grid(W=(3, 4), modules=(("gpt", "lora"),)))
+@check(*grid(W=(3, 4), modules=(("gpt", "plain lora"),)))
 def close_to_torch(modules):
     """Gradients and parameters of three steps are those of torch's DDP and FSDP2 up to 1e-6, and
     1e-5 of their size: W - 1 sums round by 6e-8 of them each, and AdamW makes that larger."""
     largest = {}
     for name in modules:
-        of_wrapper = {who: distributed(WRAPPERS[who], name) for who in (*OF_TORCH, "ddp", "zero3")}
+        whose = *OF_TORCH, "ddp", "zero3", "book ddp", "book zero3"
+        of_wrapper = {who: distributed(WRAPPERS[who], name) for who in whose}
         for one, other in itertools.combinations(of_wrapper, 2):
             part = part_of_tolerance(of_wrapper[one], of_wrapper[other], atol=1e-6, rtol=1e-5)
             assert part <= 1, f"{one} and {other}, {name}: {part:.2f} of the tolerance"
@@ -1024,10 +1090,50 @@ def traffic_is_the_formulas(wrapper):
         assert_received((2 + again) / 2, one_step, **bf16)
 
 
+@check(*grid(W=(2, 3), wrapper=BOOK, micro_steps=(1, 3)),
+       *only_full(grid(W=(4,), wrapper=BOOK, micro_steps=(1, 3))))
+def traffic_of_the_book(wrapper, micro_steps):
+    """A step of ddp.py and zero.py receives what the formulas say. The stages gather after a step
+    alone. Evaluation is free but in stage 3."""
+    mode = wrapper.removeprefix("book ")
+    W, n = dist.get_world_size(), 8
+    model = WRAPPERS[wrapper](Chain(n, 48).to(device()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    root, unit = 4096, 48 * 48
+    psi = n * unit + root
+    received = []
+
+    def note(operation, tensors):
+        received.append(part_of_others(operation) * tensors[0].numel() / (1 - 1 / W) / psi)
+
+    x = torch.ones(3, 48, device=device(), requires_grad=True)
+    for step in range(2):  # the first one agrees on the order
+        received.clear()
+        with every_collective(note):
+            accumulate(model, lambda _: model(x), micro_steps, mode in ("zero2", "zero3"))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                continue
+            total = sum(received)
+            # Stages gather what the step before has changed when a forward begins.
+            expected = formula_of_traffic(mode, micro_steps, still_whole=(2 * unit + root) / psi)
+            assert abs(total - expected) <= 0.02, f"{total:.3f}, expected {expected:.3f}"
+            received.clear()
+            with torch.no_grad():
+                model(x)
+                received.clear()
+                model(x)
+    assert abs(sum(received) - (mode == "zero3")) <= 0.02, f"evaluation: {sum(received):.3f}"
+
+
 @check(dict(W=1024, stage="zero3"), *only_full([dict(W=1024, stage="zero2")]),
        *grid(W=(2,), stage=STAGES),
        dict(W=4, stage="zero3", shard_size=2), dict(W=2, stage="zero3", recomputed=True),
        *grid(W=(2,), stage=("zero1", "zero2"), reduce_dtype=(torch.bfloat16,)),
+       *grid(W=(2,), stage=("book zero1", "book zero2", "book zero3")),
+       *grid(W=(4, 1024), stage=("book zero3",)),
+       *only_full(grid(W=(4,), stage=("book zero1", "book zero2", "book zero3"))),
        *only_full(grid(W=(2,), stage=STAGES, param_dtype=(torch.bfloat16,))))
 def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype=None,
                            reduce_dtype=None):
@@ -1051,8 +1157,12 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
         bytes_at[phase] = live_bytes() - before
 
     module = Chain(n, width, recomputed).to(device())
-    model = STAGES[stage](module, shard_size=shard_size, param_dtype=param_dtype,
-                          reduce_dtype=reduce_dtype)
+    options = {}
+    if stage in STAGES:
+        options = dict(shard_size=shard_size, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    model = WRAPPERS[stage](module, **options)
+    is_book = stage in BOOK
+    stage = stage.removeprefix("book ")
     x = torch.ones(1, width, device=device())
     note("built")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -1071,12 +1181,12 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
     keeps_gradients = gradients == psi
     held = parameters + gradients + adam
     # Means that have memory of their own come in the backward, and zero_grad() drops them: none are
-    # there in the forward, and half of them in the middle of the backward. Units more: in stage 3
-    # two whole ones and the root. In the backward the gradients of a unit that wait for the last of
-    # theirs, and what of the unit before arrives from other ranks, also of other groups; and in
+    # there in the forward, and half of them in the middle of the backward. (So it is of the book's
+    # stage 1, too, which frees what zero_grad() has emptied.) Units more: in stage 3 two whole ones
+    # and the root. In the backward the gradients of a unit that wait for the last of theirs, and what of the unit before arrives from other ranks, also of other groups; and in
     # stages 2 and 3 that unit's own. A forward that is recomputed is in the backward, after the
     # root's gradients. Adam's counters and activations are small.
-    without_means = held if keeps_gradients else held - gradients
+    without_means = held if keeps_gradients and not is_book else held - gradients
     with_half = (without_means + held) / 2
     whole = 3 if stage == "zero3" else 0
     arrives = (W - 1) / W
@@ -1098,7 +1208,8 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
     assert live_bytes() - before <= 4096, f"{live_bytes() - before} bytes are left"
 
 
-@check(*grid(W=(2,), wrapper=("ddp", *STAGES), order=IN_ANOTHER_ORDER),
+@check(*grid(W=(2,), wrapper=BOOK, order=IN_ANOTHER_ORDER),
+       *grid(W=(2,), wrapper=("ddp", *STAGES), order=IN_ANOTHER_ORDER),
        *only_full(grid(W=(3, 4), wrapper=("ddp", *STAGES), order=IN_ANOTHER_ORDER)))
 def order_of_use(wrapper, order):
     """A module that is registered in another order than it is used in sends and holds what it does
@@ -1109,24 +1220,25 @@ def order_of_use(wrapper, order):
     n, block = len(Registered.USE), Registered.WIDTH**2
 
     def wrap(module):
-        if wrapper == "ddp":
-            return DDP(module, bucket_cap_mb=4 * block / 2**20)  # a bucket for each block
-        return STAGES[wrapper](module, units=module.units())
+        if wrapper in ("ddp", "book ddp"):  # a bucket for each block
+            return WRAPPERS[wrapper](module, bucket_cap_mb=4 * block / 2**20)
+        return WRAPPERS[wrapper](module, units=module.units())
 
     in_order = second_step(wrap, Registered.USE)
     otherwise = second_step(wrap, IN_ANOTHER_ORDER[order])
     received, messages, overlapped, after_step, backward = otherwise
     # The embedding belongs to the root, which stays whole, as the last two blocks.
-    elements = formula_of_traffic(wrapper, 1, still_whole=3 / n) * (1 - 1 / W) * n * block
+    mode = wrapper.removeprefix("book ")
+    elements = formula_of_traffic(mode, 1, still_whole=3 / n) * (1 - 1 / W) * n * block
     assert 0 <= received - elements <= 16 * n, (  # what ranks agree on are some integers
         f"a rank receives {received} elements, expected are {elements:.0f}")
     assert overlapped == 1 - 1 / n, f"{overlapped:.2f} of the gradients come after the first launch"
     assert otherwise[:3] == in_order[:3], (
         f"(elements, messages, overlapped): {otherwise[:3]}, registered in order {in_order[:3]}")
-    held = n * block * sum(formula_of_bytes(wrapper, W))
+    held = n * block * sum(formula_of_bytes(mode, W))
     # As in `memory_is_the_formulas`.
-    whole = 3 if wrapper == "zero3" else 0
-    keeps_gradients = wrapper in ("ddp", "zero1")
+    whole = 3 if mode == "zero3" else 0
+    keeps_gradients = mode in ("ddp", "zero1")
     more = whole + (1 if keeps_gradients else 2 + 2 * (W - 1) / W) + 0.3
     assert 0.97 * held <= after_step <= 1.03 * held, f"{after_step} bytes, expected are {held:.0f}"
     assert backward <= held + 4 * more * block, (

@@ -7,8 +7,8 @@ import functools
 import torch
 import torch.distributed as dist
 
-from dropin.ddp import in_backward
 from train import gather, say
+from zero import in_backward
 
 
 def start(stack, run):

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard, FullyShardedDataParallel
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+import ddp
+import zero
 from checkpoint import sharded_state
 from dropin.ddp import DDP, PlainDDP
 from dropin.zero import PlainZero2, Zero1, Zero2, Zero3
@@ -38,6 +40,10 @@ WRAPPERS = {
     "zero1": lambda module, matrices: Zero1(module, uncut=matrices),
     "zero2": lambda module, matrices: Zero2(module, uncut=matrices),
     "zero3": lambda module, matrices: Zero3(module, uncut=matrices),
+    "book_ddp": lambda module, matrices: ddp.DDP(module),
+    "book_zero1": lambda module, matrices: zero.Zero1(module),
+    "book_zero2": lambda module, matrices: zero.Zero2(module, bucket_cap_mb=0.001),
+    "book_zero3": lambda module, matrices: zero.Zero3(module),
     "zero2_plain": lambda module, matrices: PlainZero2(module),
     "ddp_plain": lambda module, matrices: PlainDDP(module),
     "zero3_alone": lambda module, matrices: Zero3(module, uncut=matrices, shard_size=1),
@@ -115,7 +121,10 @@ def unbroken(optimizer, folder, ns):
 
 
 # The one that saves after two steps, on 4 ranks, and where the run goes on for two more.
-JOURNEYS = [("zero3", "zero1", 2), ("zero3", "ddp", 2), ("zero3", "plain", 1)]
+JOURNEYS = [("zero3", "zero1", 2), ("zero3", "ddp", 2), ("zero3", "plain", 1),
+            ("book_zero3", "book_zero1", 3), ("book_zero2", "zero3", 2),
+            ("book_ddp", "book_zero3", 2),
+            ("zero1", "book_ddp", 2), ("fsdp2", "book_zero2", 3), ("book_zero1", "plain", 1)]
 OTHERS = [("plain", "zero3", 3), ("ddp", "zero2", 2), ("zero1", "torch_ddp", 2),
           ("zero2", "zero3", 1), ("torch_ddp", "zero3", 3), ("fsdp2", "zero3", 2),
           ("zero3", "fsdp2", 2),
@@ -130,7 +139,8 @@ OTHERS = [("plain", "zero3", 3), ("ddp", "zero2", 2), ("zero1", "torch_ddp", 2),
 def test_any_wrapper_reads_another(first, second, n_ranks, optimizer, groups, tmp_path):
     """Saved after two steps on 4 ranks, loaded on others: the weights after two more are those of a
     plain module that never stopped, to the bit."""
-    if optimizer == "muon" and {"fsdp2", "zero2_plain"} & {first, second}:
+    cut = {"fsdp2", "zero2_plain", "book_zero1", "book_zero2", "book_zero3"}
+    if optimizer == "muon" and cut & {first, second}:
         pytest.skip("this wrapper cuts matrices, and Muon needs whole ones")
     folder = tmp_path / "saved"
     # On more than two ranks torch's add in an order of their own.
@@ -392,7 +402,8 @@ def test_state_begins_as_it_would(kind):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3", "torch_ddp", "fsdp2", "plain"])
+@pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3", "torch_ddp", "fsdp2", "plain",
+                                     "book_ddp", "book_zero1", "book_zero3"])
 def test_it_is_the_memory_that_is_trained(wrapper):
     """What is written to the tensors is in the model and the optimizer. Names are those of the bare
     module, in every wrapper; each rank has a part, and together they have all, once or W times."""
@@ -407,7 +418,7 @@ def test_it_is_the_memory_that_is_trained(wrapper):
     for held in gather({key: t.numel() for key, t in tensors.items() if key[:6] == "model."}):
         for key, n in held.items():
             counts[key] = counts.get(key, 0) + n
-    times = 1 if wrapper in ("zero1", "zero3", "fsdp2") else 2
+    times = 1 if wrapper in ("zero1", "zero3", "fsdp2", "book_zero1", "book_zero3") else 2
     assert counts == {key: times * n for key, n in wholes.items()}, counts
     for t in tensors.values():
         t.__get_tensor_shard__(None).fill_(0.25)
@@ -496,7 +507,9 @@ def save_or_load_scalar(folder, wrapper, memory_format, saves):
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last],
                          ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("first, second", [(Zero3, DDP), (DDP, Zero2), (Zero2, Zero3)])
+@pytest.mark.parametrize("first, second", [
+    (Zero3, DDP), (DDP, Zero2), (Zero2, Zero3), (zero.Zero2, ddp.DDP), (ddp.DDP, zero.Zero1),
+    (zero.Zero1, Zero3), (Zero1, zero.Zero2)])
 def test_odd_parameters_are_read(first, second, memory_format, groups, tmp_path):
     """Between wrappers and world sizes. One that lies in memory in another order is not taken for
     it: torch says that its key is missing."""

@@ -1,0 +1,909 @@
+"""ddp.py and zero.py: scripts that are right, and scripts that are refused."""
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ddp import DDP
+from tests.common import raises
+from verify import same_bits
+from zero import Zero1, Zero2, Zero3
+
+STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
+WRAPPERS = {"ddp": DDP, **STAGES}
+SMALL = dict(bucket_cap_mb=0.0005)  # a few buckets in modules of some hundred numbers
+
+
+# -------------------------------------------------------------------------------------------------
+# modules
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 11), nn.Linear(11, 6)
+
+    def mlp(self, x):
+        return self.down(self.up(x).tanh())
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    """Three blocks, which are units, and a root."""
+
+    def __init__(self, block=Block, **options):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 1)
+        self.blocks = nn.ModuleList(block(**options) for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+class CheckpointInside(Block):
+    """As transformers' blocks: a part is computed again, and the unit itself is not."""
+
+    def forward(self, x):
+        return x + checkpoint(self.mlp, self.norm(x), use_reentrant=False)
+
+
+class KeepsWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, = ctx.saved_tensors
+        return gradient @ ctx.weight, gradient.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class OwnFunction(Block):
+    """It keeps a weight without saving it."""
+
+    def mlp(self, x):
+        return self.down(KeepsWeight.apply(x, self.up.weight).tanh())
+
+    def __init__(self):
+        super().__init__()
+        self.up.bias = None
+
+
+class HookReads(Block):
+    """A hook of a tensor reads a weight in the backward."""
+
+    def mlp(self, x):
+        x = super().mlp(x)
+        x.register_hook(lambda gradient: gradient * self.up.weight.detach()[:6, 0])
+        return x
+
+
+class Gaps(Block):
+    """A parameter that is a part of a larger tensor, another one that is transposed, and buffers
+    that are, of dtypes that gloo does not know."""
+
+    def __init__(self):
+        super().__init__()
+        self.up.weight = nn.Parameter(torch.randn(11, 9)[:, 2:8])
+        self.down.weight = nn.Parameter(torch.randn(11, 6).T)
+        self.register_buffer("scale", torch.rand(6, 3).T[1])
+        self.register_buffer("mask", torch.tensor([True, False] * 3))
+        self.register_buffer("order", torch.arange(6).to(torch.int16))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale * self.mask + self.order
+
+
+class Sizes(Block):
+    """Parameters without dimensions, without elements, of one element, and a convolution in
+    channels_last."""
+
+    def __init__(self):
+        super().__init__()
+        self.none, self.empty = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
+        self.one = nn.Parameter(torch.tensor([0.3]))
+        self.convolution = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        x = super().forward(x) * self.none + self.one + self.empty.sum()
+        return x + self.convolution(x[None, None]).mean((0, 1))
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+
+
+class Structured(Net):
+    """Blocks that return objects and dictionaries."""
+
+    def __init__(self):
+        super().__init__()
+        packs = Output, lambda x: dict(x=[x, None]), lambda x: (x, 3)
+        for block, pack in zip(self.blocks, packs):
+            block.register_forward_hook(lambda module, inputs, output, pack=pack: pack(output))
+
+    def forward(self, x):
+        x = self.blocks[0](self.first(x)).hidden
+        x = self.blocks[1](x)["x"][0]
+        x, _ = self.blocks[2](x)
+        return self.last(x).square().mean()
+
+
+class OutOfOrder(Net):
+    """Units that are called in another order than they are registered, twice, in checkpoints of
+    several, with frozen norms and a weight that two of them and the root share."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.norm.requires_grad_(False)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+    def some(self, x, order):
+        for place in order:
+            x = self.blocks[place](x)
+        return x
+
+    def forward(self, x):
+        x = self.first(x)
+        for order in ((2, 0), (1, 2), (0,)):
+            x = checkpoint(self.some, x, order, use_reentrant=False)
+        return self.last(self.some(x @ self.blocks[0].up.weight[:6], (1,))).square().mean()
+
+
+class Lists(Net):
+    """Lists in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleList([Block(), Block()]), Block()])
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in (*self.blocks[0], self.blocks[1]):
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+class Complex(Block):
+    """Complex parameters, of which autograd saves conjugates and real views."""
+
+    def __init__(self):
+        super().__init__()
+        self.spectrum = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+
+    def forward(self, x):
+        z = x.to(torch.complex64) @ self.spectrum.conj()
+        return super().forward(x) + (z * z).real + torch.view_as_real(self.spectrum)[0, :, 1]
+
+
+MODULES = {"net": Net, "gaps": lambda: Net(Gaps), "sizes": lambda: Net(Sizes),
+           "checkpoint inside": lambda: Net(CheckpointInside),
+           "own function": lambda: Net(OwnFunction), "hook reads": lambda: Net(HookReads),
+           "structured": Structured, "out of order": OutOfOrder, "lists": Lists,
+           "complex": lambda: Net(Complex)}
+
+
+# -------------------------------------------------------------------------------------------------
+# scripts that are right: on W ranks, and in one process, the same bits
+
+
+class OnRanks:
+    """A run of a script on this rank. Sums over ranks are not divided."""
+
+    def __init__(self, kind, make, **options):
+        torch.manual_seed(dist.get_rank())  # all begin with rank 0's
+        self.module = make()
+        self.model = kind(self.module, **SMALL, **options)
+        self.model.set_gradient_divide_factor(1)
+
+    def loss(self, number, call=None):
+        return (call or self.model)(inputs(number * dist.get_world_size() + dist.get_rank()))
+
+    def backward(self, number, call=None):
+        self.loss(number, call).backward()
+
+    def held_back(self):
+        return self.model.no_sync()
+
+    def whole(self):
+        return {name: p.clone() for name, p in self.model.full_parameters()}
+
+
+class InOneProcess(OnRanks):
+    """The same script, with the micro batches of all ranks, in their order."""
+
+    def __init__(self, make):
+        torch.manual_seed(0)
+        self.module = self.model = make()
+
+    def backward(self, number, call=None):
+        for rank in range(dist.get_world_size()):
+            (call or self.model)(inputs(number * dist.get_world_size() + rank)).backward()
+
+    def held_back(self):
+        return contextlib.nullcontext()
+
+    def whole(self):
+        return {name: p.detach().clone() for name, p in self.module.named_parameters()}
+
+
+def real(named):
+    """Complex tensors as two numbers for each."""
+    return {name: torch.view_as_real(t) if t.is_complex() else t for name, t in named.items()}
+
+
+def inputs(number):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(4, 5, generator=generator)
+
+
+def sgd(run):
+    return torch.optim.SGD(run.model.parameters(), lr=0.01, momentum=0.9)
+
+
+def plain(run):
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.01, fused=False, foreach=False)
+    for step in range(4):
+        run.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def of_module(run):
+    """The module itself is called, and zeros stay."""
+    optimizer = sgd(run)
+    for step in range(3):
+        run.backward(step, run.module)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False) if not isinstance(run.model, DDP) else (
+            optimizer.zero_grad())
+
+
+def several_forwards(run):
+    """Forwards without a backward, and evaluation between a forward and its backward."""
+    optimizer = sgd(run)
+    for step in range(3):
+        run.loss(50)
+        with torch.no_grad():
+            run.loss(60)
+        if isinstance(run, InOneProcess):
+            run.backward(step)
+        else:
+            loss = run.loss(step)
+            with torch.no_grad():
+                run.loss(60)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sam(run):
+    """Sharpness-aware: to another place and back, by memory that was kept."""
+    optimizer = sgd(run)
+    for step in range(3):
+        run.backward(step)
+        kept = {}
+        with torch.no_grad():
+            for p in run.model.parameters():
+                kept[p] = p.data.clone()
+                p.add_(p.grad, alpha=0.1)
+        optimizer.zero_grad()
+        run.backward(step)
+        for p in run.model.parameters():
+            p.data = kept[p]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def swapped(run):
+    """Averages of parameters change places with them for an evaluation."""
+    optimizer = sgd(run)
+    averages = [p.detach().clone() for p in run.model.parameters()]
+
+    def swap():
+        for p, average in zip(run.model.parameters(), averages):
+            p.data, average.data = average.data, p.data
+
+    for step in range(3):
+        run.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        for p, average in zip(run.model.parameters(), averages):
+            average.lerp_(p.detach(), 0.5)
+        swap()
+        with torch.no_grad():
+            run.loss(70)
+        if step < 2:
+            swap()
+
+
+def as_a_vector(run):
+    """A step by torch.nn.utils, and one by hand."""
+    for step in range(4):
+        run.backward(step)
+        gradients = [p.grad.reshape(-1) for p in run.model.parameters()]
+        if step % 2 == 0:
+            vector = nn.utils.parameters_to_vector(run.model.parameters())
+            vector = vector - 0.01 * torch.cat(gradients)
+            nn.utils.vector_to_parameters(vector, run.model.parameters())
+        else:
+            with torch.no_grad():
+                for p in run.model.parameters():
+                    p.add_(p.grad, alpha=-0.01)
+        run.model.zero_grad()
+
+
+def discarded(run):
+    """Micro-steps that zero_grad() discards, in both ways, of the model and of the optimizer."""
+    optimizer = sgd(run)
+    ways = (optimizer.zero_grad, run.model.zero_grad)
+    for step, (zero_grad, set_to_none) in enumerate(itertools.product(ways, (True, False))):
+        with run.held_back():
+            run.backward(40)
+        zero_grad(set_to_none=set_to_none)
+        run.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def discarded_after_means(run):
+    """As before, where there were means already."""
+    optimizer = sgd(run)
+    for step, set_to_none in enumerate((True, False)):
+        run.backward(30)
+        with run.held_back():
+            run.backward(40)
+        optimizer.zero_grad(set_to_none)
+        run.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sums_that_go_on(run):
+    """Several averaged backwards, and a gradient of the script's own to begin with."""
+    optimizer = sgd(run)
+    for step in range(3):
+        for p in run.model.parameters():
+            p.grad = torch.full_like(p, 0.125)
+        for micro_step in range(3):
+            run.backward(3 * step + micro_step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step == 0)
+
+
+def parts_of_optimizers(run):
+    """Two optimizers, of which only one steps, and zeroes."""
+    parameters = list(run.model.parameters())
+    optimizers = [torch.optim.SGD(some, lr=0.01) for some in (parameters[::2], parameters[1::2])]
+    for step in range(4):
+        run.backward(step)
+        optimizers[step % 2].step()
+        optimizers[step % 2].zero_grad()
+
+
+def raised(run):
+    """A backward that raises in the middle, and a step that begins anew."""
+    optimizer = sgd(run)
+    for step in range(3):
+        def fail(gradient):
+            raise ZeroDivisionError
+
+        hook = run.module.blocks[1].register_forward_hook(
+            lambda module, inputs, output: output.register_hook(fail) and None)
+        raises(ZeroDivisionError, "", run.backward, 40)
+        hook.remove()
+        optimizer.zero_grad()
+        run.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def closures(run):
+    """The optimizer calls backward."""
+    optimizer = sgd(run)
+    for step in range(3):
+        optimizer.step(lambda: run.backward(step))
+        optimizer.zero_grad()
+
+
+def kept_gradients(run):
+    """What a script keeps of a step stays as it is."""
+    optimizer = sgd(run)
+    run.backward(0)
+    kept = [p.grad.detach().view(-1) for p in run.model.parameters()]
+    before = [t.clone() for t in kept]
+    optimizer.step()
+    optimizer.zero_grad()
+    run.backward(1)
+    optimizer.step()
+    optimizer.zero_grad()
+    for t, expected in zip(kept, before):
+        assert torch.equal(t, expected), "a gradient that was kept has changed"
+
+
+def in_autocast(run):
+    optimizer = sgd(run)
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            run.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+SCRIPTS = [plain, of_module, several_forwards, sam, swapped, as_a_vector, discarded, raised,
+           closures, kept_gradients, in_autocast, parts_of_optimizers]
+OF_STAGES = [sums_that_go_on, discarded_after_means]  # DDP refuses: each rank would add the sum
+ROWS = [*itertools.product(MODULES, [plain], WRAPPERS),
+        *itertools.product(["net"], SCRIPTS[1:], WRAPPERS),
+        *itertools.product(["net"], OF_STAGES, STAGES)]
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize(("name", "script", "wrapper"), ROWS)
+def test_right(name, script, wrapper):
+    if script is parts_of_optimizers and wrapper == "ddp":
+        pytest.skip("a sum that stays would be added by every rank: it is refused")
+    expected = InOneProcess(MODULES[name])
+    script(expected)
+    run = OnRanks(WRAPPERS[wrapper], MODULES[name])
+    script(run)
+    same_bits(real(expected.whole()), real(run.whole()), f"{script.__name__} of {name}")
+    script(run)  # nothing is left behind that would raise
+
+
+@pytest.mark.ranks(3, 4)
+@pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero2"])
+def test_ranks_in_another_order(wrapper):
+    """Branches in another order than on rank 0 complete buckets in another order."""
+    class Branches(Net):
+        def forward(self, x):
+            x, places = self.first(x), [0, 1, 2]
+            if not isinstance(self.scale, float):  # on ranks
+                places = places[self.scale:] + places[:self.scale]
+            return self.last(sum(self.blocks[place](x) for place in sorted(places)) +
+                             0 * sum(self.blocks[place](x).sum() for place in places)).mean()
+
+    Branches.scale = dist.get_rank() % 3
+    run = OnRanks(WRAPPERS[wrapper], Branches)
+    plain(run)
+    expected = InOneProcess(Branches)
+    plain(expected)
+    for name, p in run.whole().items():
+        assert torch.allclose(p, expected.whole()[name], atol=1e-5), name
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wrapper", STAGES)
+def test_units_are_any_iterable(wrapper):
+    def make():
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1), nn.Flatten(0))
+
+    def script(run):
+        optimizer = sgd(run)
+        for step in range(3):
+            run.backward(step, lambda x: run.model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    expected = InOneProcess(make)
+    script(expected)
+    torch.manual_seed(0)
+    module = make()
+    run = OnRanks(STAGES[wrapper], lambda: module, units=module.children())
+    script(run)
+    same_bits(expected.whole(), run.whole())
+    assert len(run.model.units) == 3, "a unit without parameters is none"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", STAGES)
+def test_whole_states(wrapper):
+    """full_state_dict() is what the module's would be, and goes into any other stage."""
+    run = OnRanks(STAGES[wrapper], lambda: Net(Gaps))
+    other = OnRanks(Zero3, lambda: Net(Gaps))
+    plain(run)
+    state = run.model.full_state_dict()
+    module = Net(Gaps)
+    module.load_state_dict(state)
+    other.model.load_full_state_dict(state)
+    same_bits(run.whole(), other.whole())
+    same_bits(dict(module.named_parameters()), other.whole())
+    assert list(state) == list(module.state_dict())
+    assert torch.equal(other.module.blocks[0].scale, state["blocks.0.scale"])
+    with torch.no_grad():
+        assert torch.equal(other.model(inputs(0)), module(inputs(0)))
+    raises(RuntimeError, "nothing was loaded.*'x'", other.model.load_full_state_dict,
+           state | {"x": torch.ones(1)})
+    starts = other.model.shard_starts()
+    for name, p in other.model.named_parameters():
+        assert p.whole_shape == state[name].shape and p.whole_stride == state[name].stride()
+        assert 0 <= starts[name] <= starts[name] + p.numel() <= state[name].numel()
+        expected = state[name].as_strided((state[name].numel(),), (1,))
+        assert torch.equal(p.detach().view(-1), expected[starts[name]:starts[name] + p.numel()])
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wrapper", STAGES)
+def test_param_dtype(wrapper):
+    """Whole parameters and gradients are bf16, shards and sums fp32; integers stay integers."""
+    class WithCount(Block):
+        def __init__(self):
+            super().__init__()
+            self.steps = nn.Parameter(torch.tensor([300, 7]), requires_grad=False)
+
+    run = OnRanks(STAGES[wrapper], lambda: Net(WithCount), param_dtype=torch.bfloat16)
+    seen = {}
+
+    def note(module, x):
+        seen.update(weight=module.up.weight.dtype, count=module.steps.tolist())
+
+    run.module.blocks[1].register_forward_pre_hook(note)
+    optimizer = sgd(run)
+    plain_module = InOneProcess(lambda: Net(WithCount))
+    before = plain_module.whole()
+    call = run.model
+
+    def cast(x):
+        return call(x.bfloat16())
+
+    expected = {name: None for name in before}
+    for number in range(dist.get_world_size()):
+        module = copy.deepcopy(plain_module.module).bfloat16()
+        module(inputs(number).bfloat16()).backward()
+        for name, p in module.named_parameters():
+            if p.grad is not None:
+                gradient = p.grad.float()
+                expected[name] = gradient if number == 0 else expected[name] + gradient
+    run.backward(0, cast)
+    optimizer.step()
+    for name, p in run.whole().items():
+        assert p.dtype == before[name].dtype
+        if expected[name] is not None:
+            assert torch.equal(p, torch.add(before[name], expected[name], alpha=-0.01)), name
+    assert seen == dict(weight=torch.bfloat16, count=[300, 7])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_nothing_is_left(wrapper):
+    """A wrapper goes with its module, though torch keeps hooks of optimizer steps."""
+    import gc
+    import weakref
+
+    run = OnRanks(WRAPPERS[wrapper], Net)
+    plain(run)
+    seen = weakref.ref(run.model), weakref.ref(run.module)
+    del run
+    gc.collect()
+    assert [ref() for ref in seen] == [None, None]
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
+
+
+# -------------------------------------------------------------------------------------------------
+# what is refused
+
+
+def wrapped(kind, module=None, **options):
+    torch.manual_seed(0)
+    return kind(module or Net(), **options)
+
+
+def skip_a_gradient(kind):
+    module = Net()
+    module.blocks[1].down = nn.Identity()
+    module.blocks[1].up = nn.Linear(6, 6)
+    module.extra = nn.Linear(3, 3)
+    wrapped(kind, module)(inputs(0)).backward()
+
+
+def skip_on_one_rank(kind):
+    module = Net()
+    module.extra = nn.Parameter(torch.ones(()))
+    loss = wrapped(kind, module)(inputs(0))
+    if dist.get_rank() == 0:
+        loss = loss * 1.0
+    loss.backward()
+
+
+def reentrant(kind):
+    class Reentrant(Block):
+        def forward(self, x):
+            return x + checkpoint(self.mlp, self.norm(x), use_reentrant=True)
+
+    wrapped(kind, Net(Reentrant))(inputs(0)).backward()
+
+
+def only_inputs(kind):
+    x = inputs(0).requires_grad_()
+    model = wrapped(kind)
+    torch.autograd.grad(model(x), x)
+    if kind in (DDP, Zero1, Zero2):  # nothing of theirs was in that backward
+        raise RuntimeError("no gradient of first.weight, autograd.grad")
+
+
+def graph_of_gradients(kind):
+    wrapped(kind)(inputs(0)).backward(create_graph=True)
+
+
+def sparse(kind):
+    module = Net()
+    module.table = nn.Embedding(5, 5, sparse=True)
+    model = wrapped(kind, module)
+    call = module.forward
+    module.forward = lambda x: call(x + module.table(torch.arange(4)))
+    model(inputs(0)).backward()
+
+
+def gradient_taken_away(kind):
+    module = Net()
+
+    def take(p):
+        p.grad = None
+
+    module.last.weight.register_post_accumulate_grad_hook(take)
+    wrapped(kind, module)(inputs(0)).backward()
+
+
+def step_before_backward(kind):
+    model = wrapped(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(inputs(0)).backward()
+    loss = model(inputs(1))
+    optimizer.step()
+    loss.backward()
+
+
+def changed_in_place(kind):
+    class InPlace(Block):
+        def forward(self, x):
+            y = self.up(x).exp()
+            z = self.down(y)
+            y.zero_()
+            return z
+
+    wrapped(kind, Net(InPlace))(inputs(0)).backward()
+
+
+def other_parameters(kind):
+    module = Net()
+    module.last = nn.Linear(6, 1 + dist.get_rank())
+    wrapped(kind, module)
+
+
+def other_buffers(kind):
+    module = Net()
+    for name in ("ab", "ba")[dist.get_rank()]:
+        module.register_buffer(name, torch.ones(2))
+    wrapped(kind, module)
+
+
+def other_buckets(kind):
+    wrapped(kind, bucket_cap_mb=1 + dist.get_rank())
+
+
+def other_units(kind):
+    module = Net()
+    wrapped(kind, module, units=module.blocks[dist.get_rank():])
+
+
+def other_param_dtype(kind):
+    wrapped(kind, param_dtype=(torch.float16, torch.bfloat16)[dist.get_rank()])
+
+
+def meta(kind):
+    wrapped(kind, Net().to("meta"))
+
+
+def two_devices(kind):
+    module = Net()
+    module.last.to("meta")
+    wrapped(kind, module)
+
+
+def twice(kind):
+    wrapped(kind, wrapped(kind))
+
+
+def twice_the_module(kind):
+    module = Net()
+    wrapped(kind, module)
+    wrapped(kind, module)
+
+
+def a_part_before(kind):
+    module = Net()
+    DDP(module.blocks)
+    wrapped(kind, module)
+
+
+def a_part_after(kind):
+    module = Net()
+    wrapped(kind, module)
+    DDP(module.blocks)
+
+
+def by_torch(kind):
+    wrapped(kind, nn.parallel.DistributedDataParallel(Net()))
+
+
+def no_group(kind):
+    wrapped(kind, process_group=dist.new_group([0]))
+    if dist.get_rank() == 0:
+        raise RuntimeError("on the ranks of process_group alone")
+
+
+def no_parameters(kind):
+    wrapped(kind, nn.Tanh())
+
+
+def shares_memory(kind):
+    module = Net()
+    module.register_buffer("scale", torch.ones(1).expand(5))
+    wrapped(kind, module)
+
+
+def freeze(kind):
+    model = wrapped(kind)
+    model.module.blocks[1].requires_grad_(False)
+    model(inputs(0)).backward()
+
+
+def freeze_by_wrapper(kind):
+    model = wrapped(kind)
+    next(iter(model.parameters())).requires_grad_(False)
+    model(inputs(0)).backward()
+
+
+def unfreeze(kind):
+    module = Net()
+    module.blocks[1].norm.requires_grad_(False)
+    model = wrapped(kind, module)
+    module.requires_grad_(True)
+    model(inputs(0)).backward()
+
+
+def add(kind):
+    model = wrapped(kind)
+    model.module.last.more = nn.Parameter(torch.ones(()))
+    (model(inputs(0)) * model.module.last.more).backward()
+
+
+def replace(kind):
+    model = wrapped(kind)
+    model.module.last.weight = nn.Parameter(torch.ones(1, 6))
+    model(inputs(0)).backward()
+
+
+def of_the_module(kind):
+    """An optimizer that was made before."""
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    wrapped(kind, module)(inputs(0)).backward()
+    optimizer.step()
+
+
+def container(kind):
+    """A unit whose parts are called."""
+    class Parts(Net):
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block.mlp(x)
+            return self.last(x).mean()
+
+    wrapped(kind, Parts())(inputs(0))
+
+
+def no_units(kind):
+    wrapped(kind, nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1)))
+
+
+def foreign_unit(kind):
+    wrapped(kind, units=[nn.Linear(2, 2)])
+
+
+def root_as_unit(kind):
+    module = Net()
+    wrapped(kind, module, units=[module])
+
+
+def sum_twice(kind):
+    model = wrapped(kind)
+    model.set_gradient_divide_factor(1)
+    model(inputs(0)).backward()
+    model(inputs(1)).backward()
+
+
+def copied(kind):
+    copy.deepcopy(wrapped(kind).module)(inputs(0))
+
+
+def quantized(kind):
+    class Own(nn.Parameter):
+        pass
+
+    module = Net()
+    module.last.weight = Own(torch.ones(1, 6))
+    wrapped(kind, module)
+
+
+def state_dict(kind):
+    wrapped(kind).state_dict()
+
+
+def load_state_dict(kind):
+    wrapped(kind).load_state_dict({})
+
+
+def moved(kind):
+    wrapped(kind).double()
+
+
+def loads_another_state(kind):
+    model = wrapped(kind)
+    state = model.full_state_dict()
+    model.load_full_state_dict(state | {"last.weight": torch.ones(2, 6)})
+
+
+REFUSED = {
+    skip_a_gradient: "no gradient of .*blocks.1.down|no gradient of extra.weight, extra.bias",
+    skip_on_one_rank: "rank [01]: a backward has brought no gradient of extra.",
+    reentrant: "use_reentrant=False", only_inputs: "no gradient of .*autograd.grad",
+    graph_of_gradients: "create_graph", sparse: "table.weight is sparse",
+    gradient_taken_away: "last.weight .* a hook has taken it away",
+    other_parameters: r"Rank 0 has last.weight: \(1, 6\).*; rank 1 has last.weight: \(2, 6\)",
+    other_buffers: "Rank 0 has a: .*; rank 1 has b: ",
+    other_buckets: "Rank 0 has .*'bucket_cap_mb': 1.*; rank 1 has .*'bucket_cap_mb': 2",
+    meta: "one device, and not on meta", two_devices: "one device, and not on meta",
+    twice: "wrapped already", twice_the_module: "first.weight is wrapped already",
+    a_part_before: "blocks.0.norm.weight is wrapped already",
+    a_part_after: "0.norm.weight is wrapped already", by_torch: "by DistributedDataParallel",
+    no_group: "on the ranks of process_group alone", no_parameters: "has no parameters",
+    shares_memory: "elements of scale share memory",
+    freeze: r"before wrapping: blocks.1.", unfreeze: "before wrapping: blocks.1.norm.w",
+    freeze_by_wrapper: "before wrapping: first.weight",
+    add: "adding or replacing parameters, such as last.more",
+    replace: "no gradient of last.weight",
+}
+REFUSED_BY_STAGES = {
+    step_before_backward: "a step between a forward and its backward|modified by an inplace",
+    of_the_module: "SGD has parameters of the module, such as .*: make it of the wrapper's",
+    container: "has not called these units: blocks.0, blocks.1, blocks.2",
+    foreign_unit: "a Linear that is not inside of the module",
+    root_as_unit: "a Net that is not inside", other_units: "Rank 0 has .*'blocks.0'.*; rank 1 has ",
+    other_param_dtype: "rank 1 has .*bfloat16",
+    copied: "a copy of a wrapped module", quantized: "last.weight is a Own",
+    state_dict: "full_state_dict", load_state_dict: "load_full_state_dict",
+    moved: "before wrapping",
+    loads_another_state: r"nothing was loaded.*last.weight of shape \(2, 6\)",
+}
+REFUSED_ROWS = [*itertools.product(REFUSED, WRAPPERS),
+                *itertools.product(REFUSED_BY_STAGES, STAGES),
+                (no_units, "zero3"), (changed_in_place, "zero3"), (sum_twice, "ddp")]
+REFUSED_BY_ONE = {no_units: "no ModuleList of units: pass units=",
+                  changed_in_place: "has been changed in place",
+                  sum_twice: r"every rank would add it once more. Call zero_grad"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("script", "wrapper"), REFUSED_ROWS)
+def test_refused(script, wrapper):
+    pattern = (REFUSED | REFUSED_BY_STAGES | REFUSED_BY_ONE)[script]
+    text = raises(RuntimeError, pattern, script, WRAPPERS[wrapper])
+    assert text.count("\n") == 0, f"more than a line: {text}"
