@@ -1183,9 +1183,10 @@ def memory_is_the_formulas(stage, shard_size=None, recomputed=False, param_dtype
     # Means that have memory of their own come in the backward, and zero_grad() drops them: none are
     # there in the forward, and half of them in the middle of the backward. (So it is of the book's
     # stage 1, too, which frees what zero_grad() has emptied.) Units more: in stage 3 two whole ones
-    # and the root. In the backward the gradients of a unit that wait for the last of theirs, and what of the unit before arrives from other ranks, also of other groups; and in
-    # stages 2 and 3 that unit's own. A forward that is recomputed is in the backward, after the
-    # root's gradients. Adam's counters and activations are small.
+    # and the root. In the backward the gradients of a unit that wait for the last of theirs, and
+    # what of the unit before arrives from other ranks, also of other groups; and in stages 2 and 3
+    # that unit's own. A forward that is recomputed is in the backward, after the root's gradients.
+    # Adam's counters and activations are small.
     without_means = held if keeps_gradients and not is_book else held - gradients
     with_half = (without_means + held) / 2
     whole = 3 if stage == "zero3" else 0
