@@ -61,6 +61,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 BUCKET_BYTES = 25 * 2**20  # torch's number
+FIRST_BUCKET_BYTES = 2**20  # torch's, too: so that sending begins early
 MESSAGE_BYTES = 2**18  # a smaller chunk takes about as long to send, so buckets grow with W
 ALIGN = 16  # elements: where a parameter begins in its buffer, a cache line in fp32
 ALIGN_CHUNK = 4  # elements: where a chunk begins, 16 bytes in fp32
@@ -205,7 +206,7 @@ class Bucket:
         self.pending = set()
 
     def __str__(self):
-        return f"the bucket that begins with {self.name}"
+        return f"the bucket from {self.name} on"
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """All of each parameter, in its shape, in a buffer of n elements."""
@@ -244,13 +245,15 @@ def bucket_bytes(W: int, bucket_cap_mb: float | None) -> float:
     return max(BUCKET_BYTES, W * MESSAGE_BYTES)
 
 
-def fill_buckets(parameters: list[nn.Parameter], cap_bytes: float) -> list[list[nn.Parameter]]:
-    """Divide parameters, in this order, into lists of one dtype and of at most cap_bytes, unless
-    one parameter alone has more."""
+def fill_buckets(parameters: list[nn.Parameter], first_bytes: float,
+                 cap_bytes: float) -> list[list[nn.Parameter]]:
+    """Divide parameters, in this order, into lists of one dtype. The first has at most first_bytes,
+    the others cap_bytes, unless one parameter alone has more."""
     lists = []
     n_bytes = 0  # of the last list
     for p in parameters:
-        if not lists or lists[-1][0].dtype != p.dtype or n_bytes + p.nbytes > cap_bytes:
+        most = first_bytes if len(lists) <= 1 else cap_bytes
+        if not lists or lists[-1][0].dtype != p.dtype or n_bytes + p.nbytes > most:
             lists.append([])
             n_bytes = 0
         lists[-1].append(p)
@@ -514,7 +517,8 @@ class DDP(Reducer):
     """Average gradients over ranks during every backward of module.
 
     process_group: the ranks that train together; all, unless given.
-    bucket_cap_mb: the size of a bucket in MB (2**20 bytes); 25, unless given.
+    bucket_cap_mb: the largest size of a bucket in MB (2**20 bytes); 25, unless given. The first has
+    1, or less.
 
     All ranks begin with rank 0's parameters and buffers. Hooks are on the parameters, so a backward
     of `model.module(x)` is averaged, too. Raises RuntimeError: see the list above.
@@ -526,9 +530,11 @@ class DDP(Reducer):
         broadcast([*module.parameters(), *module.buffers()], self.group)
         trained = [p for p in module.parameters() if p.requires_grad]
         W = self.group.size()
+        cap_bytes = bucket_bytes(W, bucket_cap_mb)
+        first_bytes = min(FIRST_BUCKET_BYTES, cap_bytes)
         buckets = []
-        # The last first: the backward reaches them first.
-        for some in fill_buckets(trained[::-1], bucket_bytes(W, bucket_cap_mb)):
+        # The last parameters first: the backward reaches them first.
+        for some in fill_buckets(trained[::-1], first_bytes, cap_bytes):
             buckets.append(Bucket(some, self._names[some[0]], W, FIRST_TAG + len(buckets)))
         self._watch(buckets)
         module.register_forward_pre_hook(self._pre_forward)
@@ -575,7 +581,7 @@ class DDP(Reducer):
     def _wait_for_sums(self):
         while self._gathering:
             bucket = self._gathering.pop(0)
-            with self._waiting("gather the sums of", bucket):
+            with self._waiting("reduce", bucket):
                 bucket.reduction.wait()
             bucket.reduction = None
 

@@ -298,16 +298,20 @@ def gather_when_used(module: Module, units: Iterable[Module]) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# what a fast version must add, and ddp.py, zero.py and guards.py have
+# what a fast version must add
+#
+# ddp.py and zero.py have:
 #
 #   - Buckets: many gradients, or parameters, are sent in one message of 25 MB.
 #   - Overlap: a bucket is sent while the backward computes the next one. A unit is gathered while
 #     the forward, or the backward, computes the one before.
 #   - One gather of a unit in the backward, not one for each parameter that autograd has saved.
-#   - Agreement of ranks that use different parameters, or skip a unit.
-#   - Safety: what is read too early or too late raises, also where a step has come between.
+#   - Safety: what is read too early or too late is nan, or raises, also where a step has come
+#     between.
 #   - Clipping, whose norm is over all ranks' pieces; no_sync(); 16-bit parameters and gradients;
-#     strides; meta devices; checkpoints.
+#     strides.
+#
+# dropin/ has agreement of ranks that use different parameters, or skip a unit, and much more.
 
 
 # -------------------------------------------------------------------------------------------------

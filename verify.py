@@ -700,7 +700,8 @@ def no_sync(model):
 
 def clip(model, divide_by):
     """By the function that a script calls; torch's wrappers have none that has our bits."""
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    # Not as dropin's shards have them, which refuse to be clipped by another function.
+    gradients = [p.grad.as_subclass(torch.Tensor) for p in model.parameters() if p.grad is not None]
     if not is_ours(model):
         return clip_by_hand(gradients, divide_by)
     if divide_by == 1:

@@ -380,7 +380,9 @@ class Zero1(Reducer):
                 if (p in of_root) == (unit is self.root):
                     of_kind = trained if p.requires_grad else frozen
                     of_kind.append(p)
-            for some in fill_buckets(trained[::-1], cap_bytes) + fill_buckets(frozen, cap_bytes):
+            lists = fill_buckets(trained[::-1], cap_bytes, cap_bytes)
+            lists += fill_buckets(frozen, cap_bytes, cap_bytes)
+            for some in lists:
                 tag = FIRST_TAG + 2 * len(self._all_buckets)
                 bucket = ShardedBucket(some, unit, self._names[some[0]], self.group, tag,
                                        param_dtype, self.keeps_whole)
@@ -420,8 +422,6 @@ class Zero1(Reducer):
                 # module's, and zero_grad() of the optimizer has not reached them.
                 if p.grad is not None and was_zeroed(shard.grad):
                     p.grad = None
-            if bucket.parameters[0].grad is None and bucket.shards[0].grad is None:
-                bucket.gradients = None
         # By hand: what a step changes has been noted. Then all buckets are old, since of one that
         # has changed another rank may have only empty shards, in which nothing changes.
         if any(bucket.noted != bucket.versions_and_addresses() for bucket in self._all_buckets):
@@ -442,13 +442,13 @@ class Zero1(Reducer):
         """Start to gather a unit, unless it is whole, or will be."""
         for bucket in unit.buckets:
             if not bucket.is_unsharded and bucket.gather is None:
-                with span("start: gather", unit):
+                with span("start: unshard", unit):
                     bucket.start_gather()
 
     def _wait(self, unit):
         for bucket in unit.buckets:
             if bucket.gather is not None:
-                with self._waiting("gather", unit):
+                with self._waiting("unshard", unit):
                     bucket.gather.wait()
                 bucket.gather = None
                 bucket.show()
@@ -469,7 +469,7 @@ class Zero1(Reducer):
         bucket.reduction = ReduceScatter(bucket.gradients, self.group, bucket.tag_of_step())
 
     def _add(self, bucket):
-        """The means take the place of this rank's chunk of gradients."""
+        """The means take the place of this rank's chunk of gradients, and keep their memory."""
         means = bucket.own_chunk(bucket.gradients).to(bucket.chunk.dtype)
         self._add_to(means, bucket)
 
@@ -477,7 +477,7 @@ class Zero1(Reducer):
         """A sum begins with what shards have in `.grad`, from a backward before, or of a script's
         own."""
         bucket.reduction.add(means, bucket.earlier())
-        bucket.reduction = None
+        bucket.reduction, bucket.gradients = None, None
         bucket.give_means(means)
 
     def _end_backward(self):
@@ -602,7 +602,6 @@ class Zero2(Zero1):
 
     def _add(self, bucket):
         self._add_to(torch.empty_like(bucket.chunk), bucket)
-        bucket.gradients = None
 
 
 # -------------------------------------------------------------------------------------------------
