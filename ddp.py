@@ -16,13 +16,13 @@ buffer, and their sum over ranks is made while the backward goes on. A callback 
 backward waits for what is still under way. One backward of one rank, buckets 0, 1 and 2:
 
     gradients of 0 are complete    start 0         its chunks go to the ranks that own them
-    gradients of 1 are complete    add 0, start 1  this rank's chunk of 0 has its sum, and goes to
-                                                   all ranks; they send theirs
+    gradients of 1 are complete    add 0, start 1  this rank adds up its chunk of 0, and starts to
+                                                   send the sum to all ranks, as they do theirs
     gradients of 2 are complete    add 1, start 2
     the backward ends              add 2           there is no computing left to hide this behind
                                    wait 0, 1, 2    now all sums are here, on all ranks
 
-(With two ranks torch's own all-reduce does both halves, and "add" only waits for it.)
+(With two ranks torch's own all-reduce does all of it: "add" does nothing, "wait" waits for it.)
 
 How it differs from torch's: contributions are added in rank order, ((g0 + g1) + g2) + ..., wherever
 a gradient lies in a buffer. So the bucket size never changes a bit. oracle.py has the same by hand,
@@ -37,14 +37,15 @@ What it asks of a script. The first list it checks, and raises RuntimeError, nam
   - Parameters are frozen, unfrozen, added and replaced before wrapping.
   - Each backward outside of no_sync() brings a gradient of every trained parameter, dense, without
     a graph of its own. (autograd.grad() is for no_sync(); checkpointing wants use_reentrant=False.)
-  - With set_gradient_divide_factor() gradients are None before an averaged backward, or from
-    no_sync().
+  - Two averaged backwards have zero_grad(set_to_none=True) between them if gradients are sums, as
+    after set_gradient_divide_factor(1). Otherwise every rank would add the first sum once more.
 
 The second list it does not check:
 
   - All ranks make the same forwards, backwards and steps. If one leaves a backward out, the others
     wait until the group's timeout; or their next message is taken for it.
   - Buffers begin as rank 0's. Then they are each rank's own, as the averages of a BatchNorm.
+  - The wrapper is kept as long as it is to work: with it go its hooks.
 """
 
 import contextlib
@@ -185,7 +186,7 @@ class Bucket:
         n            elements of the buffer, which W chunks divide
         tag          of its messages
         gradients    the buffer, or None
-        has_sums     gradients has been summed over ranks, by an earlier backward of this step
+        has_sums     of DDP: some of gradients are sums over ranks, of an earlier backward
         pending      places in `parameters` of those whose gradient this backward has yet to bring
         reduction    of gradients, while it is under way
     """
@@ -212,16 +213,24 @@ class Bucket:
         """All of each parameter, in its shape, in a buffer of n elements."""
         return [flat.as_strided(*layout) for layout in self.layouts]
 
+    def has_any_gradient(self) -> bool:
+        """Whether some `.grad` lies in the buffer."""
+        begin = self.gradients.data_ptr()
+        for p in self.parameters:
+            if p.grad is not None and begin <= p.grad.data_ptr() < begin + self.gradients.nbytes:
+                return True
+        return False
+
     def fill(self) -> None:
         """Move the gradients into the buffer, and let each `.grad` be its place there. So autograd
         adds the next micro-step to it, and the sum over ranks will be there.
 
-        Each step has a buffer of its own: a script may have kept the gradients of the last one."""
+        After zero_grad() the buffer is a new one: a script may have kept the gradients of the last
+        step. The first parameter tells, and whatever gradient is not in the buffer moves there."""
         first = self.parameters[0]
         if self.gradients is None or first.grad.data_ptr() != self.gradients.data_ptr():
             self.gradients = None  # freed before the new one is made
             self.gradients = torch.empty(self.n, dtype=first.dtype, device=first.device)
-            self.has_sums = False
         places, gradients = [], []
         for p, place in zip(self.parameters, self.views(self.gradients)):
             if p.grad.data_ptr() != place.data_ptr():
@@ -282,16 +291,17 @@ class Backward:
 
 class Reducer(nn.Module):
     """Hooks tell when gradients are complete, buckets are launched in one order on all ranks, and a
-    callback ends the backward. DDP and the stages of ZeRO say what it is to `_start` the reduction
-    of a bucket, and to `_add` up what has arrived.
+    callback ends the backward. DDP and the stages of ZeRO have the rest: `_start_reduce` sends the
+    gradients of a bucket, `_add` adds up what has arrived.
 
         gradient_divide_factor  what the sum over ranks is divided by: W, unless told
         exposed_s       seconds that this rank has waited for others; nan on an accelerator, where
                         only its stream waits
         shard_group     the ranks over which parameters are sharded; None in DDP
-        buckets         of trained parameters. In the first backward they are launched in the
-                        reverse order of the module, then as rank 0 has completed them in that one
-        _watched        the same buckets, always in the order of the first backward
+        buckets         of trained parameters, in the order in which they are launched: in the first
+                        backward the reverse order of the module, then that in which rank 0 has
+                        completed them in the first
+        _watched        the same buckets, in the order of the first backward: hooks know numbers
         _backward       the one that is under way, or the last one
     """
 
@@ -330,9 +340,11 @@ class Reducer(nn.Module):
         for m in self.module.modules():
             if isinstance(m, (Reducer, nn.parallel.DistributedDataParallel)):
                 self._refuse(f"a part of the module is wrapped already, by {type(m).__name__}")
+        for p, name in self._names.items():
+            for hook in (p._post_accumulate_grad_hooks or {}).values():
+                if getattr(hook, "func", None) is Reducer._gradient_is_complete:
+                    self._refuse(f"{name} is wrapped already")
         for name, t in tensors.items():
-            if hasattr(t, "_is_wrapped"):
-                self._refuse(f"{name} is wrapped already")
             if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
                 self._refuse(f"elements of {name} share memory, as after expand(): clone it")
         facts = [f"{type(self).__name__}, {options}"]
@@ -358,6 +370,9 @@ class Reducer(nn.Module):
 
     def _refuse(self, text):
         raise RuntimeError(f"{type(self).__name__} on rank {dist.get_rank()}: {text}")
+
+    def __getstate__(self):
+        self._refuse("a wrapper is neither copied nor pickled")
 
     def _names_of(self, parameters):
         """In the module's order."""
@@ -387,7 +402,7 @@ class Reducer(nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _begin_backward(self, number):
-        if self._backward.launched is not None:  # it has raised
+        if self._backward.launched is not None:  # the last backward has raised
             self._backward.launched.reduction.wait()
         changed = [p for p in self._frozen if p.requires_grad]
         for bucket in self.buckets:
@@ -399,17 +414,22 @@ class Reducer(nn.Module):
         self._backward = Backward(number, self.require_backward_grad_sync, to_launch)
 
     def _gradient_is_complete(self, number, place, p):
-        """Launch what is ready, in the order that all ranks have in common: on each rank buckets
-        may be completed in another order, and their messages would mix."""
+        """A hook of a parameter."""
         self._notice_backward()
-        bucket, backward = self._watched[number], self._backward
         if p.grad is None or p.grad.layout != torch.strided or p.grad.requires_grad:
             self._refuse(f"the gradient of {self._names[p]} is sparse, has a graph of its own "
                          f"(create_graph=True), or a hook has taken it away")
+        bucket = self._watched[number]
         bucket.pending.discard(place)
         if not bucket.pending:
-            backward.completed.append(bucket)
+            self._backward.completed.append(bucket)
             bucket.fill()
+            self._launch_ready_buckets()
+
+    def _launch_ready_buckets(self):
+        """In the order that all ranks have in common: on each rank buckets may be completed in
+        another order, and their messages would mix."""
+        backward = self._backward
         while backward.to_launch and not backward.to_launch[0].pending:
             self._add_last()
             bucket = backward.to_launch.pop(0)
@@ -417,7 +437,7 @@ class Reducer(nn.Module):
                 # Before the sum, which may overflow in fp16.
                 bucket.gradients.mul_(1 / self.gradient_divide_factor)
             with span("start: reduce", bucket):
-                self._start(bucket)
+                self._start_reduce(bucket)
             backward.launched = bucket
 
     def _add_last(self):
@@ -521,7 +541,7 @@ class DDP(Reducer):
     1, or less.
 
     All ranks begin with rank 0's parameters and buffers. Hooks are on the parameters, so a backward
-    of `model.module(x)` is averaged, too. Raises RuntimeError: see the list above.
+    of `model.module(x)` is averaged, too. Raises RuntimeError: see the first list above.
     """
 
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None,
@@ -537,23 +557,24 @@ class DDP(Reducer):
         for some in fill_buckets(trained[::-1], first_bytes, cap_bytes):
             buckets.append(Bucket(some, self._names[some[0]], W, FIRST_TAG + len(buckets)))
         self._watch(buckets)
-        module.register_forward_pre_hook(self._pre_forward)
-        self._gathering = []  # buckets of which chunks have their sums, which go to all ranks
-        for p in trained:
-            p._is_wrapped = True
+        self._to_wait_for = []  # buckets whose sums are on their way to all ranks
 
-    @torch.compiler.disable
-    def _pre_forward(self, module, inputs):
-        """Before module is called: free the buffers whose gradients zero_grad() has dropped."""
+    def forward(self, *inputs, **options):
+        self._free_buffers()
+        return self.module(*inputs, **options)
+
+    def _free_buffers(self):
+        """Those whose gradients zero_grad() has dropped."""
         for bucket in self.buckets:
-            if bucket.parameters[0].grad is None:
-                bucket.gradients = None
+            if bucket.gradients is not None and not bucket.has_any_gradient():
+                bucket.gradients, bucket.has_sums = None, False
 
     def _begin_backward(self, number):
         self._wait_for_sums()  # of a backward that has raised
+        self._free_buffers()
         super()._begin_backward(number)
 
-    def _start(self, bucket):
+    def _start_reduce(self, bucket):
         W = self.group.size()
         if bucket.has_sums and self.gradient_divide_factor != W:
             self._refuse("the sum of an averaged backward before is still in `.grad`, and every "
@@ -565,12 +586,13 @@ class DDP(Reducer):
             bucket.reduction = ReduceScatter(bucket.gradients, self.group, bucket.tag)
 
     def _add(self, bucket):
+        """With two ranks there is nothing to add: torch does."""
         if isinstance(bucket.reduction, ReduceScatter):
             chunks = bucket.gradients.view(self.group.size(), -1)
             bucket.reduction.add(chunks[self.group.rank()])
             bucket.reduction = start_all_gather(bucket.gradients, self.group, bucket.tag)
         bucket.has_sums = True
-        self._gathering.append(bucket)
+        self._to_wait_for.append(bucket)
 
     def _end_backward(self):
         try:
@@ -579,8 +601,8 @@ class DDP(Reducer):
             self._wait_for_sums()
 
     def _wait_for_sums(self):
-        while self._gathering:
-            bucket = self._gathering.pop(0)
+        while self._to_wait_for:
+            bucket = self._to_wait_for.pop(0)
             with self._waiting("reduce", bucket):
                 bucket.reduction.wait()
             bucket.reduction = None
@@ -603,8 +625,8 @@ def total_norm(tensors: list[Tensor], process_group: ProcessGroup | None = None)
     """2-norm of all tensors together -> a float64 scalar, the same on every rank.
 
     process_group: the ranks over which the tensors are sharded, whose squares are added, too; None
-    where each rank has them whole. In float64 the order of additions hardly ever shows: rounded to
-    fp32 the norm is another one at another W in one step of 10**8. A complex number counts as two.
+    where each rank has them whole. In float64, since shards of another W add up in another order:
+    rounded to fp32 that shows in about one step of 10**8. A complex number counts as two.
     """
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     device = tensors[0].device if tensors else "cpu"

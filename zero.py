@@ -24,9 +24,10 @@ The stages differ in what a rank keeps whole. For Psi parameters, per rank:
     Zero3  P_os+g+p  nothing                   16 Psi/W           at most 3 n
 
 A step has n backwards, its micro-steps. Zero1 sends 2 if all of them but the last are in no_sync(),
-where whole gradients add up; otherwise n + 1. More than the table: in a backward the gradients of
-two buckets, one that is filled and one that is reduced, and what arrives for that; in Zero3 the
-root and two units, and units that one checkpoint recomputes; in no_sync() all gradients.
+where whole gradients add up; otherwise n + 1. A rank holds a little more than the table says: in a
+backward the gradients of two buckets, one that is filled and one that is reduced, and what arrives
+for that; in Zero3 the root, two units, and those that one checkpoint recomputes; in no_sync() all
+gradients.
 
 A bucket of parameters a, b and c on three ranks. Chunks end anywhere, also inside of a parameter:
 
@@ -34,19 +35,20 @@ A bucket of parameters a, b and c on three ranks. Chunks end anywhere, also insi
     chunk                          b b b b c c c c c c                        of rank 1, n/W = 10
     shards                         of b: (4,)  of c: (6,)  of a: (0,)         of rank 1
 
-What happens in a step, and in which method. A dot: as in the stage before.
+What happens in a step, and in which method. "same": as in the stage before.
 
-    event                        method                 Zero1             Zero2     Zero3
-    the root's forward begins    _begin_forward         gather all units  .         set the way
-    a unit is called             _use                   wait for it       .         see below
-    a backward begins            _begin_backward        -                 .         set the way back
-    a unit's backward begins     _use                   -                 .         see below
-    a bucket has its gradients   _gradient_is_complete, start to reduce   .         .
-                                 _start
-    the next bucket has them     _add                   add, give means   and free  .
-    the backward is over         _end_backward          add the last      .         and free all
-    a step                       _after_step            parameters are    .         .
-                                                        old: hide them
+    event                        method            Zero1                Zero2       Zero3
+    the root's forward begins    _begin_forward    gather all units     same        note the way
+    a unit is called             _use              wait for it          same        see below
+    the forward ends             _end_forward      wait for the rest    same        same
+    a backward begins            _begin_backward   -                    -           the way back
+    a unit's backward begins     _use              -                    -           see below
+    a bucket has its gradients   _start_reduce     send them            same        same
+    the next bucket has its      _add              add; the means are   the means   same
+                                                   in the gradients'    have their
+                                                   memory               own
+    the backward ends            _end_backward     add the last         same        and free all
+    a step                       _after_step       make parameters nan  same        same
 
 A step of Zero3 with a root and blocks 0, 1 and 2. "gather" and "reduce" start an all-gather and a
 reduce-scatter; "wait" and "add" finish them:
@@ -72,10 +74,12 @@ with `set_gradient_divide_factor(1)`, or if W is a power of two.
 They ask of a script what ddp.py asks, and more. They check, and raise RuntimeError:
 
   - The optimizer is made of the wrapper's parameters(), after wrapping.
-  - No step comes between a forward and its backward.
+  - No step comes between a forward and its backward, and none, nor clip_grad_norm_(), while
+    no_sync() holds gradients back.
   - Each forward calls every unit. (A unit's parameters are there while it is called, and the
     root's in all of a forward. Who reads others, or reads after a step, as state_dict() of the
     module does, finds nan, and no old value: take `full_state_dict()`.)
+  - The module is neither copied nor pickled after wrapping.
   - Zero3 has units to gather one by one.
 
 They do not check:
@@ -85,7 +89,8 @@ They do not check:
   - The optimizer works element by element (not Muon, LBFGS or Adafactor). Clip with
     clip_grad_norm_(): torch's function takes the norm of one rank's shards for that of all. In fp16
     take torch's ShardedGradScaler: all ranks have to skip the same steps.
-  - zero_grad() is the wrapper's or the optimizer's. Hooks are on the module's parameters.
+  - Call zero_grad() of the wrapper or the optimizer, not of the module. Set hooks on the module's
+    parameters, not on shards. Do not change `.grad` while no_sync() holds gradients back.
   - In Zero3 all ranks call units in one order. If not, a CPU waits until the timeout.
   - param_dtype casts no inputs, and in no_sync() gradients add up in it.
 """
@@ -171,21 +176,21 @@ class ShardedBucket(Bucket):
     def lay_out_shards(self) -> None:
         """Which elements of each parameter are in this rank's chunk:
 
-            starts         the first of them, counted in the parameter
+            firsts         the first of them, counted in the parameter
             shard_layouts  (shape, strides, begin) of them in the chunk
         """
-        self.starts, self.shard_layouts = [], []
+        self.firsts, self.shard_layouts = [], []
         size = self.n // self.group.size()
         chunk_begin = size * self.group.rank()
         for shape, _, begin in self.layouts:
             n = shape.numel()
             # Where the chunk begins and ends, seen from the parameter; and the nearest in it.
-            start = min(max(chunk_begin - begin, 0), n)
+            first = min(max(chunk_begin - begin, 0), n)
             end = min(max(chunk_begin + size - begin, 0), n)
-            place = begin + start - chunk_begin if end > start else 0
+            place = begin + first - chunk_begin if end > first else 0
             ones = (1,) * max(1, len(shape))
-            self.starts.append(start)
-            self.shard_layouts.append(((end - start, *ones[1:]), ones, place))
+            self.firsts.append(first)
+            self.shard_layouts.append(((end - first, *ones[1:]), ones, place))
 
     def parts(self, chunk: Tensor) -> list[Tensor]:
         """This rank's part of each parameter: views of chunk, (n/W,)."""
@@ -201,8 +206,8 @@ class ShardedBucket(Bucket):
 
     def take_shards(self) -> None:
         """Note the shards as they are. If a script has given some other memory, as by p.data = ...,
-        all move into a new chunk. (Not into the old one: after p.data, q.data = q.data, p.data that
-        is q's.)"""
+        all move into a new chunk. (In the old one may be somebody else by now: after the exchange
+        p.data, q.data = q.data, p.data it is the tensor q.)"""
         addresses = [shard.data_ptr() for shard in self.shards]
         if addresses != [address for _, address in self.noted]:
             self.set_whole(None)
@@ -224,7 +229,7 @@ class ShardedBucket(Bucket):
         if self.whole is None:
             self.set_whole(torch.empty(self.n, dtype=self.dtype, device=self.chunk.device))
         own = self.own_chunk(self.whole)
-        if own.data_ptr() != self.chunk.data_ptr():
+        if own.data_ptr() != self.chunk.data_ptr():  # chunk is not a view of it
             own.copy_(self.chunk)  # rounds to param_dtype
         self.gather = start_all_gather(self.whole, self.group, self.tag_of_step() + 1)
 
@@ -334,7 +339,7 @@ class Zero1(Reducer):
 
     parameters() and named_parameters() are this rank's shards. A shard's whole_shape and
     whole_stride are its parameter's. All ranks begin with rank 0's values. A forward is a
-    collective, also in evaluation. Raises RuntimeError: see the lists above.
+    collective, also in evaluation. Raises RuntimeError: see the first list above.
     """
 
     keeps_whole = True  # parameters
@@ -357,8 +362,6 @@ class Zero1(Reducer):
         for unit in self.units:
             self._hook_unit(unit)
         self._hook(register_optimizer_step_post_hook, Zero1._after_step)  # of any optimizer
-        for p in self._names:
-            p._is_wrapped = True
 
     def _check_units(self, units, names):
         for unit, name in zip(units, names):
@@ -394,18 +397,18 @@ class Zero1(Reducer):
 
     def _hook_unit(self, unit):
         pre_forward = functools.partial(self._pre_forward, unit)
-        unit.module.register_forward_pre_hook(torch.compiler.disable(pre_forward), prepend=True)
+        unit.module.register_forward_pre_hook(pre_forward, prepend=True)
         if unit is self.root:
-            unit.module.register_forward_hook(torch.compiler.disable(self._check_used))
+            unit.module.register_forward_hook(self._end_forward)
 
     # ---- forward
 
-    def _pre_forward(self, unit, module, inputs):
+    @torch.compiler.disable
+    def _pre_forward(self, unit, *_):
         """Before a unit is called."""
-        if module is not unit.module:
-            self._refuse("this is a copy of a wrapped module: make it of full_state_dict()")
         if unit is self.root and not in_backward():
             self._used = []
+            self._drop_zeroed_gradients()
             self._take_up_changes()
             self._begin_forward()
         if unit not in self._used:
@@ -413,17 +416,13 @@ class Zero1(Reducer):
         self._use(unit)
 
     def _take_up_changes(self):
-        """What a script has done to gradients and shards since the last forward."""
+        """What a script has done to shards by hand since the last forward. (What a step changes has
+        been noted.) Then all buckets are old: of one that has changed another rank may have only
+        empty shards, in which nothing changes."""
         for bucket in self.buckets:
             for p, shard in zip(bucket.parameters, bucket.shards):
                 if p.requires_grad != shard.requires_grad:
                     self._refuse(f"freeze, or unfreeze, before wrapping: {self._names[p]}")
-                # Where no_sync() holds gradients back, or a backward has raised, they are the
-                # module's, and zero_grad() of the optimizer has not reached them.
-                if p.grad is not None and was_zeroed(shard.grad):
-                    p.grad = None
-        # By hand: what a step changes has been noted. Then all buckets are old, since of one that
-        # has changed another rank may have only empty shards, in which nothing changes.
         if any(bucket.noted != bucket.versions_and_addresses() for bucket in self._all_buckets):
             for bucket in self._all_buckets:
                 self._invalidate(bucket)
@@ -453,11 +452,12 @@ class Zero1(Reducer):
                 bucket.gather = None
                 bucket.show()
 
-    def _check_used(self, *_):
-        """After a forward. A unit whose parts are called, but not the unit itself, would not wait
-        for its parameters."""
+    @torch.compiler.disable
+    def _end_forward(self, *_):
+        """Wait for what is still under way, since a shard must not change while it is sent. Refuse
+        a unit whose parts are called, but not the unit itself: it has not waited for them."""
         for unit in self.units:
-            self._wait(unit)  # a shard must not change while it is sent
+            self._wait(unit)
         unused = [unit.name for unit in self.units if unit not in self._used]
         if unused and not in_backward():
             self._refuse(f"a forward has not called these units: {', '.join(unused)}. Call each, "
@@ -465,7 +465,7 @@ class Zero1(Reducer):
 
     # ---- backward
 
-    def _start(self, bucket):
+    def _start_reduce(self, bucket):
         bucket.reduction = ReduceScatter(bucket.gradients, self.group, bucket.tag_of_step())
 
     def _add(self, bucket):
@@ -481,21 +481,48 @@ class Zero1(Reducer):
         bucket.give_means(means)
 
     def _end_backward(self):
-        """In no_sync() gradients stay with the module. Zeros in `.grad` of the shards stand for
-        them: if these change, zero_grad() has been called."""
         super()._end_backward()
-        if self._backward.is_averaging:
-            return
+        if not self._backward.is_averaging:
+            self._mark_shards()
+
+    def _learn_order(self):
+        super()._learn_order()
+        self.units = self._in_order_of_rank_0(self.units, self._used)
+
+    # ---- gradients that are held back
+    #
+    # After a backward in no_sync(), or one that has raised, gradients are in `.grad` of the module's
+    # parameters, where the next backward adds to them. zero_grad() of the optimizer knows only the
+    # shards. So shards without a gradient get zeros, and what they have gets version 0. When the
+    # next forward begins, zero_grad() has been called if the gradient of a shard is None, or if it
+    # is zero in a later version. Then the module's is dropped, too.
+
+    def _mark_shards(self):
         for bucket in self.buckets:
             for shard in bucket.shards:
                 if shard.grad is None:
                     shard.grad = torch.zeros_like(shard)
                 else:
-                    shard.grad = shard.grad.data  # the same memory, in version 0
+                    shard.grad = shard.grad.data  # the same memory
 
-    def _learn_order(self):
-        super()._learn_order()
-        self.units = self._in_order_of_rank_0(self.units, self._used)
+    def _drop_zeroed_gradients(self):
+        for bucket in self.buckets:
+            for p, shard in zip(bucket.parameters, bucket.shards):
+                if p.grad is not None:
+                    g = shard.grad
+                    if g is None or (g._version > 0 and not g.any()):
+                        p.grad = None
+
+    def _refuse_while_held(self, what):
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                if p.grad is not None:
+                    self._refuse(f"{what} while no_sync() holds back gradients, such as that of "
+                                 f"{self._names[p]}: make a step's last backward outside of it")
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        self._refuse_while_held("clip_grad_norm_()")
+        return super().clip_grad_norm_(max_norm)
 
     # ---- step
 
@@ -504,12 +531,17 @@ class Zero1(Reducer):
         stepped = set()
         for group in optimizer.param_groups:
             stepped.update(map(id, group["params"]))
+        old = []
         for bucket in self._all_buckets:
             if not stepped.isdisjoint(map(id, bucket.parameters)):
                 self._refuse(f"{type(optimizer).__name__} has parameters of the module, such as "
                              f"{bucket.name}: make it of the wrapper's parameters()")
             if not stepped.isdisjoint(map(id, bucket.shards)):
-                self._invalidate(bucket)
+                old.append(bucket)
+        if old:
+            self._refuse_while_held("a step")
+        for bucket in old:
+            self._invalidate(bucket)
 
     def _invalidate(self, bucket):
         """Its shards have changed, so its whole parameters are old."""
@@ -531,8 +563,8 @@ class Zero1(Reducer):
         of m elements has that and the next m - 1."""
         starts = {}
         for bucket in self._all_buckets:
-            for p, start in zip(bucket.parameters, bucket.starts):
-                starts[self._names[p]] = start
+            for p, first in zip(bucket.parameters, bucket.firsts):
+                starts[self._names[p]] = first
         return starts
 
     @torch.no_grad()
@@ -588,11 +620,6 @@ class Zero1(Reducer):
         self._refuse("move and cast a module before wrapping")
 
 
-def was_zeroed(gradient: Tensor | None) -> bool:
-    """Whether zero_grad() has been called since `Zero1._end_backward`: there the version was 0."""
-    return gradient is None or (gradient._version > 0 and not gradient.any())
-
-
 # -------------------------------------------------------------------------------------------------
 # stage 2
 
@@ -636,19 +663,18 @@ class Zero3(Zero2):
 
     def _hook_unit(self, unit):
         super()._hook_unit(unit)
-        post_forward = functools.partial(self._post_forward, unit)
-        unit.module.register_forward_hook(torch.compiler.disable(post_forward))
+        unit.module.register_forward_hook(functools.partial(self._post_forward, unit))
         if unit is self.root:
-            begin = torch.compiler.disable(self._begin_recipes)
-            unit.module.register_forward_pre_hook(begin)
-            end = torch.compiler.disable(self._end_recipes)
-            unit.module.register_forward_hook(end, always_call=True)  # also if a forward raises
+            unit.module.register_forward_pre_hook(self._begin_recipes)
+            # always_call: also if the forward raises.
+            unit.module.register_forward_hook(self._end_recipes, always_call=True)
 
     # ---- the way
 
     def _begin_forward(self):
         self._ahead = self.units[1:]
 
+    @torch.compiler.disable
     def _post_forward(self, unit, module, inputs, outputs):
         """The backward of a unit begins when the gradient of an output is there. (Saved tensors
         come too late: a checkpoint inside of the unit computes before it asks for ours.)"""
@@ -664,7 +690,8 @@ class Zero3(Zero2):
         self._use(self.root)
 
     def _use(self, unit, *_):
-        """Unshard a unit, and the next one on the way."""
+        """Unshard a unit, and the next one on the way; free all others but the root. At the turn,
+        from forward to backward, there is no next one, and what is whole stays."""
         if in_backward():
             self._notice_backward()
         super()._use(unit)
@@ -702,11 +729,13 @@ class Zero3(Zero2):
 
     # ---- recipes
 
+    @torch.compiler.disable
     def _begin_recipes(self, *_):
         if not in_backward():
             self._recipes = saved_tensors_hooks(self._pack, call)
             self._recipes.__enter__()
 
+    @torch.compiler.disable
     def _end_recipes(self, *_):
         if self._recipes is not None and not in_backward():
             self._recipes.__exit__(None, None, None)

@@ -103,7 +103,7 @@ def second_step(wrap, names):
     step()
     hook.remove()
     launched = []
-    start = "_start" if hasattr(model, "_start") else "_start_reduction"  # the book's, dropin's
+    start = "_start_reduce" if hasattr(model, "_start_reduce") else "_start_reduction"
     real = getattr(model, start)
 
     def start_reduction(bucket):

@@ -5,10 +5,13 @@ import copy
 import dataclasses
 import datetime
 import itertools
+import math
 import multiprocessing
 import os
 import pathlib
+import pickle
 import re
+import time
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp import DDP
+from ddp import DDP, clip_gradients_, fill_buckets
 from tests.common import raises
 from verify import same_bits
 from zero import Zero1, Zero2, Zero3
@@ -600,6 +603,48 @@ def test_nothing_is_left(wrapper):
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
 
 
+@pytest.mark.ranks(2)
+def test_a_copy_of_the_module():
+    """As for an average of weights: DDP leaves nothing in the module that cannot be copied."""
+    run = OnRanks(DDP, Net)
+    plain(run)
+    other = copy.deepcopy(run.module)
+    assert torch.equal(other(inputs(0)), run.model(inputs(0)))
+    DDP(other)
+
+
+@pytest.mark.ranks(3)
+def test_exposed_seconds():
+    """They are what a rank waits for others, no more."""
+    run = OnRanks(Zero3, Net)
+    begun_s = time.perf_counter()
+    plain(run)
+    assert 0 < run.model.exposed_s < time.perf_counter() - begun_s
+
+
+def test_fill_buckets():
+    """The first is small, a dtype closes a bucket, and what is too large has one of its own."""
+    sizes = [1, 1, 1, 2, 2, 9, 1]
+    parameters = [nn.Parameter(torch.empty(n)) for n in sizes]
+    parameters.append(nn.Parameter(torch.empty(1, dtype=torch.float64)))
+    lists = fill_buckets(parameters, first_bytes=8, cap_bytes=16)
+    assert [[p.numel() for p in some] for some in lists] == [[1, 1], [1, 2], [2], [9], [1], [1]]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0, math.inf])
+@pytest.mark.parametrize("divide_by", [1, 2, 3])
+def test_clipping(max_norm, divide_by):
+    """One product, rounded once; complex numbers count as two; nothing to clip is no error."""
+    gradients = [torch.tensor([3.0, 1.0]), torch.tensor([[1.0 + 2.0j]])]
+    before = [t.clone() for t in gradients]
+    norm = clip_gradients_(gradients, max_norm, divide_by=divide_by)
+    assert abs(norm - math.sqrt(15) / divide_by) < 1e-12 and norm.dtype == torch.float64
+    factor = min(1.0, max_norm / (math.sqrt(15) / divide_by + 1e-6)) / divide_by
+    for t, old in zip(gradients, before):
+        assert torch.equal(t, old * torch.tensor(factor, dtype=torch.float64).float())
+    assert clip_gradients_([], max_norm) == 0
+
+
 # -------------------------------------------------------------------------------------------------
 # what is refused
 
@@ -614,13 +659,15 @@ def skip_a_gradient(kind):
     module.blocks[1].down = nn.Identity()
     module.blocks[1].up = nn.Linear(6, 6)
     module.extra = nn.Linear(3, 3)
-    wrapped(kind, module)(inputs(0)).backward()
+    model = wrapped(kind, module)
+    model(inputs(0)).backward()
 
 
 def skip_on_one_rank(kind):
     module = Net()
     module.extra = nn.Parameter(torch.ones(()))
-    loss = wrapped(kind, module)(inputs(0))
+    model = wrapped(kind, module)
+    loss = model(inputs(0))
     if dist.get_rank() == 0:
         loss = loss * 1.0
     loss.backward()
@@ -631,7 +678,8 @@ def reentrant(kind):
         def forward(self, x):
             return x + checkpoint(self.mlp, self.norm(x), use_reentrant=True)
 
-    wrapped(kind, Net(Reentrant))(inputs(0)).backward()
+    model = wrapped(kind, Net(Reentrant))
+    model(inputs(0)).backward()
 
 
 def only_inputs(kind):
@@ -643,7 +691,8 @@ def only_inputs(kind):
 
 
 def graph_of_gradients(kind):
-    wrapped(kind)(inputs(0)).backward(create_graph=True)
+    model = wrapped(kind)
+    model(inputs(0)).backward(create_graph=True)
 
 
 def sparse(kind):
@@ -662,7 +711,8 @@ def gradient_taken_away(kind):
         p.grad = None
 
     module.last.weight.register_post_accumulate_grad_hook(take)
-    wrapped(kind, module)(inputs(0)).backward()
+    model = wrapped(kind, module)
+    model(inputs(0)).backward()
 
 
 def step_before_backward(kind):
@@ -682,7 +732,8 @@ def changed_in_place(kind):
             y.zero_()
             return z
 
-    wrapped(kind, Net(InPlace))(inputs(0)).backward()
+    model = wrapped(kind, Net(InPlace))
+    model(inputs(0)).backward()
 
 
 def other_parameters(kind):
@@ -727,20 +778,21 @@ def twice(kind):
 
 def twice_the_module(kind):
     module = Net()
-    wrapped(kind, module)
-    wrapped(kind, module)
+    model = wrapped(kind, module)
+    wrapped(type(model), module)
 
 
 def a_part_before(kind):
     module = Net()
-    DDP(module.blocks)
+    part = DDP(module.blocks)
     wrapped(kind, module)
+    del part
 
 
 def a_part_after(kind):
     module = Net()
-    wrapped(kind, module)
-    DDP(module.blocks)
+    model = wrapped(kind, module)
+    DDP(model.module.blocks)
 
 
 def by_torch(kind):
@@ -799,7 +851,8 @@ def of_the_module(kind):
     """An optimizer that was made before."""
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    wrapped(kind, module)(inputs(0)).backward()
+    model = wrapped(kind, module)
+    model(inputs(0)).backward()
     optimizer.step()
 
 
@@ -835,8 +888,42 @@ def sum_twice(kind):
     model(inputs(1)).backward()
 
 
+def sum_of_a_part(kind):
+    """One gradient is zeroed, the others are still sums."""
+    model = wrapped(kind)
+    model.set_gradient_divide_factor(1)
+    model(inputs(0)).backward()
+    model.module.last.bias.grad = None
+    model(inputs(1)).backward()
+
+
 def copied(kind):
-    copy.deepcopy(wrapped(kind).module)(inputs(0))
+    model = wrapped(kind)
+    copy.deepcopy(model.module)
+
+
+def pickled(kind):
+    model = wrapped(kind)
+    pickle.dumps(model.module)
+
+
+def step_while_held(kind):
+    model = wrapped(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        model(inputs(0)).backward()
+    optimizer.step()
+
+
+def clip_while_held(kind):
+    model = wrapped(kind)
+    with model.no_sync():
+        model(inputs(0)).backward()
+    model.clip_grad_norm_(1.0)
+
+
+def copied_whole(kind):
+    copy.deepcopy(wrapped(kind))
 
 
 def quantized(kind):
@@ -884,6 +971,7 @@ REFUSED = {
     freeze: r"before wrapping: blocks.1.", unfreeze: "before wrapping: blocks.1.norm.w",
     freeze_by_wrapper: "before wrapping: first.weight",
     add: "adding or replacing parameters, such as last.more",
+    copied_whole: "neither copied nor pickled",
     replace: "no gradient of last.weight",
 }
 REFUSED_BY_STAGES = {
@@ -893,17 +981,21 @@ REFUSED_BY_STAGES = {
     foreign_unit: "a Linear that is not inside of the module",
     root_as_unit: "a Net that is not inside", other_units: "Rank 0 has .*'blocks.0'.*; rank 1 has ",
     other_param_dtype: "rank 1 has .*bfloat16",
-    copied: "a copy of a wrapped module", quantized: "last.weight is a Own",
+    copied: "neither copied nor pickled", pickled: "neither copied nor pickled",
+    step_while_held: "a step while no_sync.* that of blocks.2.down.bias",
+    clip_while_held: "clip_grad_norm_.. while no_sync", quantized: "last.weight is a Own",
     state_dict: "full_state_dict", load_state_dict: "load_full_state_dict",
     moved: "before wrapping",
     loads_another_state: r"size mismatch for last.weight",
 }
 REFUSED_ROWS = [*itertools.product(REFUSED, WRAPPERS),
                 *itertools.product(REFUSED_BY_STAGES, STAGES),
-                (no_units, "zero3"), (changed_in_place, "zero3"), (sum_twice, "ddp")]
+                (no_units, "zero3"), (changed_in_place, "zero3"), (sum_twice, "ddp"),
+                (sum_of_a_part, "ddp")]
 REFUSED_BY_ONE = {no_units: "no ModuleList of units: pass units=",
                   changed_in_place: "has been changed in place",
-                  sum_twice: r"every rank would add it once more. Call zero_grad"}
+                  sum_twice: "every rank would add it once more. Call zero_grad",
+                  sum_of_a_part: "every rank would add it once more"}
 
 
 @pytest.mark.ranks(2)
