@@ -491,7 +491,7 @@ class Zero1(Reducer):
 
     # ---- gradients that are held back
     #
-    # After a backward in no_sync(), or one that has raised, gradients are in `.grad` of the module's
+    # After a backward in no_sync(), or one that has raised, gradients are in `.grad` of the module
     # parameters, where the next backward adds to them. zero_grad() of the optimizer knows only the
     # shards. So shards without a gradient get zeros, and what they have gets version 0. When the
     # next forward begins, zero_grad() has been called if the gradient of a shard is None, or if it
