@@ -264,7 +264,7 @@ class ShardedBucket(Bucket):
 
     def earlier(self) -> Tensor | None:
         """(n/W,): the gradients that shards have, whoever gave them; None if none has any."""
-        if all(shard.grad is None for shard in self.shards):
+        if not [shard for shard in self.shards if shard.grad is not None]:
             return None
         flat = torch.zeros_like(self.chunk)
         for shard, part in zip(self.shards, self.parts(flat)):
