@@ -1,5 +1,6 @@
 """ddp.py and zero.py: scripts that are right, and scripts that are refused."""
 
+import ast
 import contextlib
 import copy
 import dataclasses
@@ -11,6 +12,9 @@ import os
 import pathlib
 import pickle
 import re
+import shutil
+import subprocess
+import sys
 import time
 
 import pytest
@@ -21,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp import DDP, clip_gradients_, fill_buckets
 from tests.common import raises
+from tests.params import ROOT
 from verify import same_bits
 from zero import Zero1, Zero2, Zero3
 
@@ -1086,3 +1091,46 @@ def test_ranks_that_differ(script, wrapper, pattern, tmp_path):
     text = (tmp_path / "rank0").read_text()
     assert re.search(f"on rank 0: {pattern}", text), text
     assert "Has another rank died?" in text
+
+
+# -------------------------------------------------------------------------------------------------
+# files
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero"])
+def test_no_assert(name):
+    """`python -O` checks what Python does without it."""
+    tree = ast.parse((ROOT / f"{name}.py").read_text())
+    assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from {file} import {wrapper}
+
+dist.init_process_group("gloo")
+net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+model = {wrapper}(net{options})
+model(torch.ones(2, 3)).square().mean().backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+weights = sum(p.double().sum().item() for _, p in model.full_parameters())
+print(f"weights {{weights}}\\n", end="")
+"""
+
+
+@pytest.mark.parametrize(("files", "wrapper", "options"), [
+    (["ddp"], "DDP", ""), (["ddp", "zero"], "Zero2", ""),
+    (["ddp", "zero"], "Zero3", ", units=net.children()")])
+def test_copies_work_alone(files, wrapper, options, tmp_path):
+    """ddp.py by itself, and zero.py beside it, in an empty folder."""
+    for name in files:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(file=files[-1], wrapper=wrapper, options=options))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run([*torchrun, "script.py"], cwd=tmp_path, env=environment, text=True,
+                          capture_output=True, timeout=120)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("weights")]
+    assert len(lines) == 2 and len(set(lines)) == 1, done.stdout + done.stderr
