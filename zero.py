@@ -91,7 +91,7 @@ They do not check:
     take torch's ShardedGradScaler: all ranks have to skip the same steps.
   - Call zero_grad() of the wrapper or the optimizer, not of the module. Set hooks on the module's
     parameters, not on shards. Do not change `.grad` while no_sync() holds gradients back.
-  - In Zero3 all ranks call units in one order. If not, a CPU waits until the timeout.
+  - In Zero3 all ranks call units in one order. If not, ranks wait until the timeout, on a CPU.
   - param_dtype casts no inputs, and in no_sync() gradients add up in it.
 """
 
@@ -372,17 +372,17 @@ class Zero1(Reducer):
                 self._refuse(f"{name} is a {type(p).__name__}, and not an nn.Parameter")
 
     def _fill_units(self, cap_bytes, param_dtype):
-        """Make the buckets of all units. A unit without any is none."""
+        """Make the buckets of all units. A module without parameters of its own is none."""
         of_root = parameters_of_root(self.module, [unit.module for unit in self.units[1:]])
         self._shards = {}  # {parameter: its shard}
         self._all_buckets = []
         # The backward reaches the last units first, and completes the root's gradients at last.
         for unit in [*self.units[:0:-1], self.root]:
-            trained, frozen = [], []
-            for p in unit.module.parameters():
-                if (p in of_root) == (unit is self.root):
-                    of_kind = trained if p.requires_grad else frozen
-                    of_kind.append(p)
+            parameters = [p for p in unit.module.parameters() if p not in of_root]
+            if unit is self.root:
+                parameters = [p for p in unit.module.parameters() if p in of_root]
+            trained = [p for p in parameters if p.requires_grad]
+            frozen = [p for p in parameters if not p.requires_grad]
             lists = fill_buckets(trained[::-1], cap_bytes, cap_bytes)
             lists += fill_buckets(frozen, cap_bytes, cap_bytes)
             for some in lists:
@@ -416,9 +416,9 @@ class Zero1(Reducer):
         self._use(unit)
 
     def _take_up_changes(self):
-        """What a script has done to shards by hand since the last forward. (What a step changes has
-        been noted.) Then all buckets are old: of one that has changed another rank may have only
-        empty shards, in which nothing changes."""
+        """What a script has done to shards by hand, as what a step changes has been noted. Then all
+        buckets are old: of one that has changed another rank may have only empty shards, in which
+        nothing changes."""
         for bucket in self.buckets:
             for p, shard in zip(bucket.parameters, bucket.shards):
                 if p.requires_grad != shard.requires_grad:
@@ -517,8 +517,9 @@ class Zero1(Reducer):
         for bucket in self.buckets:
             for p in bucket.parameters:
                 if p.grad is not None:
-                    self._refuse(f"{what} while no_sync() holds back gradients, such as that of "
-                                 f"{self._names[p]}: make a step's last backward outside of it")
+                    self._refuse(f"{what} while gradients are held back, such as that of "
+                                 f"{self._names[p]}, by no_sync() or a backward that raised: make "
+                                 f"the last one of a step outside of no_sync(), or zero_grad()")
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         self._refuse_while_held("clip_grad_norm_()")
@@ -571,6 +572,7 @@ class Zero1(Reducer):
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name, a copy of the whole parameter, not rounded to param_dtype), in the module's order.
         A collective, which holds the buckets of the root and of one unit at a time."""
+        self._take_up_changes()
         bucket_of, whole = {}, {}
         for bucket in self._all_buckets:
             bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
@@ -598,6 +600,7 @@ class Zero1(Reducer):
         """Let the module load state, which is as `full_state_dict` has it, and keep this rank's
         part. Each rank has all of state. Raises RuntimeError, as load_state_dict() of the module,
         and then parameters are as before."""
+        self._take_up_changes()
         flats = [bucket.gather_copy() for bucket in self._all_buckets]
         try:
             for bucket, flat in zip(self._all_buckets, flats):

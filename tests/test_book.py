@@ -347,8 +347,8 @@ def swapped(run):
 
 
 def as_a_vector(run):
-    """A step by torch.nn.utils, and one by hand."""
-    for step in range(4):
+    """A step by torch.nn.utils, and one by hand. No forward comes after the last."""
+    for step in range(5):
         run.backward(step)
         gradients = [p.grad.reshape(-1) for p in run.model.parameters()]
         if step % 2 == 0:
@@ -987,8 +987,9 @@ REFUSED_BY_STAGES = {
     root_as_unit: "a Net that is not inside", other_units: "Rank 0 has .*'blocks.0'.*; rank 1 has ",
     other_param_dtype: "rank 1 has .*bfloat16",
     copied: "neither copied nor pickled", pickled: "neither copied nor pickled",
-    step_while_held: "a step while no_sync.* that of blocks.2.down.bias",
-    clip_while_held: "clip_grad_norm_.. while no_sync", quantized: "last.weight is a Own",
+    step_while_held: "a step while gradients are held back, such as that of blocks.2",
+    clip_while_held: "clip_grad_norm_.. while gradients are held back",
+    quantized: "last.weight is a Own",
     state_dict: "full_state_dict", load_state_dict: "load_full_state_dict",
     moved: "before wrapping",
     loads_another_state: r"size mismatch for last.weight",
