@@ -436,7 +436,7 @@ class Reducer(nn.Module):
             if self.gradient_divide_factor != 1:
                 # Before the sum, which may overflow in fp16.
                 bucket.gradients.mul_(1 / self.gradient_divide_factor)
-            with span("start: reduce", bucket):
+            with self._telling("start", "reduce", bucket):
                 self._start_reduce(bucket)
             backward.launched = bucket
 
@@ -444,7 +444,7 @@ class Reducer(nn.Module):
         bucket = self._backward.launched
         if bucket is not None:
             self._backward.launched = None
-            with self._waiting("reduce", bucket):
+            with self._telling("wait", "reduce", bucket):
                 self._add(bucket)
 
     @torch.no_grad()
@@ -478,21 +478,23 @@ class Reducer(nn.Module):
         """things in the order in which rank 0 has used them. A collective."""
         order = torch.tensor([things.index(thing) for thing in used])
         order = order.to(next(iter(self._names)).device)
-        with self._waiting("learn", "rank 0's order"):
+        with self._telling("wait", "learn", "rank 0's order"):
             dist.broadcast(order, group_src=0, group=self.group)
         return [things[place] for place in order.tolist()]
 
     @contextlib.contextmanager
-    def _waiting(self, verb, what):
-        """Around what waits for other ranks: for a log, a profile, and an error."""
+    def _telling(self, kind, verb, what):
+        """Around what starts messages, and what waits for them: for a profile, an error, a log.
+        kind: "start" or "wait"."""
         begun_s = time.perf_counter()
         try:
-            with span(f"wait: {verb}", what):
+            with span(f"{kind}: {verb}", what):
                 yield
         except RuntimeError as error:
             self._refuse(f"could not {verb} {what}: {error}. (Has another rank died? Has it made "
                          f"another forward, backward or step?)")
-        self.exposed_s += time.perf_counter() - begun_s
+        if kind == "wait":
+            self.exposed_s += time.perf_counter() - begun_s
 
     # ---- what a script calls
 
@@ -603,7 +605,7 @@ class DDP(Reducer):
     def _wait_for_sums(self):
         while self._to_wait_for:
             bucket = self._to_wait_for.pop(0)
-            with self._waiting("reduce", bucket):
+            with self._telling("wait", "reduce", bucket):
                 bucket.reduction.wait()
             bucket.reduction = None
 

@@ -441,13 +441,13 @@ class Zero1(Reducer):
         """Start to gather a unit, unless it is whole, or will be."""
         for bucket in unit.buckets:
             if not bucket.is_unsharded and bucket.gather is None:
-                with span("start: unshard", unit):
+                with self._telling("start", "unshard", unit):
                     bucket.start_gather()
 
     def _wait(self, unit):
         for bucket in unit.buckets:
             if bucket.gather is not None:
-                with self._waiting("unshard", unit):
+                with self._telling("wait", "unshard", unit):
                     bucket.gather.wait()
                 bucket.gather = None
                 bucket.show()
@@ -579,7 +579,7 @@ class Zero1(Reducer):
         for p, name in self._names.items():
             if p not in whole:
                 bucket = bucket_of[p]
-                with self._waiting("gather", bucket):
+                with self._telling("wait", "gather", bucket):
                     flat = bucket.gather_copy()
                 whole.update(zip(bucket.parameters, bucket.views(flat)))
             yield name, whole.pop(p).clone()
