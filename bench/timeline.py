@@ -48,19 +48,11 @@ def n_bytes(tensors):
 
 def held_bytes(model, optimizer):
     """What this rank holds now, in bytes a parameter: [parameters, gradients, optimizer state]."""
-    import torch
-
     whole = list(model.module.parameters())
     # In the stages the wrapper's parameters are shards, in DDP the module's own.
     parameters = whole + list(model.parameters())
-    with torch._C.DisableTorchFunctionSubclass():  # or guards would hand out the shards'
-        # In DDP in a bucket; otherwise it waits for the rest of its bucket's.
-        gradients = [p.grad for p in whole if p.grad is not None]
-    for bucket in model._buckets:
-        for name in ("gradients", "sharded_gradients"):
-            buffer = getattr(bucket, name, None)
-            if buffer is not None:
-                gradients.append(buffer)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients += [bucket.gradients for bucket in model.buckets if bucket.gradients is not None]
     state = []
     for tensors in optimizer.state.values():
         # AdamW's step counts have no dimensions.
@@ -113,7 +105,7 @@ def run(flags):
     sys.path.insert(0, str(ROOT))
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from dropin import ddp
+    import ddp
 
     made = []  # wrappers that are not watched yet
     watched = []
