@@ -805,8 +805,11 @@ def by_torch(kind):
 
 
 def no_group(kind):
-    wrapped(kind, process_group=dist.new_group([0]))
+    group = dist.new_group([0])
+    wrapped(kind, process_group=group)
     if dist.get_rank() == 0:
+        # torch names later groups by how many there are: as many on all ranks.
+        dist.destroy_process_group(group)
         raise RuntimeError("on the ranks of process_group alone")
 
 
