@@ -181,18 +181,18 @@ class Bucket:
         parameters   a (2, 3)       b (2,)           (ALIGN is 16; here it is 4)
         gradients    a a a a a a - - b b - -         n = 12, a begins at 0 and b at 8
 
-        name         for errors and profiles
+        names        of the parameters
         layouts      (shape, strides, begin) of each parameter in the buffer
         n            elements of the buffer, which W chunks divide
         tag          of its messages
         gradients    the buffer, or None
-        has_sums     of DDP: some of gradients are sums over ranks, of an earlier backward
-        pending      places in `parameters` of those whose gradient this backward has yet to bring
+        pending      names of the parameters whose gradient this backward has yet to bring
         reduction    of gradients, while it is under way
+        has_sums     of DDP: `.grad` has sums over ranks, of a backward before
     """
 
-    def __init__(self, parameters: list[nn.Parameter], name: str, W: int, tag: int):
-        self.parameters, self.name, self.tag = parameters, name, tag
+    def __init__(self, parameters: list[nn.Parameter], names: list[str], W: int, tag: int):
+        self.parameters, self.names, self.tag = parameters, names, tag
         self.layouts = []
         n = 0
         for p in parameters:
@@ -203,11 +203,11 @@ class Bucket:
             n = round_up(n + p.numel(), ALIGN)
         self.n = round_up(max(n, 1), W * ALIGN_CHUNK)
         self.gradients, self.reduction = None, None
-        self.has_sums = False
         self.pending = set()
+        self.has_sums = False
 
     def __str__(self):
-        return f"the bucket from {self.name} on"
+        return f"the bucket from {self.names[0]} on"
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """All of each parameter, in its shape, in a buffer of n elements."""
@@ -216,8 +216,9 @@ class Bucket:
     def has_any_gradient(self) -> bool:
         """Whether some `.grad` lies in the buffer."""
         begin = self.gradients.data_ptr()
+        end = begin + self.gradients.nbytes
         for p in self.parameters:
-            if p.grad is not None and begin <= p.grad.data_ptr() < begin + self.gradients.nbytes:
+            if p.grad is not None and begin <= p.grad.data_ptr() < end:
                 return True
         return False
 
@@ -274,35 +275,27 @@ def fill_buckets(parameters: list[nn.Parameter], first_bytes: float,
 # the reducer, which ZeRO shares
 
 
-class Backward:
-    """A backward of a reducer.
-
-        number        that autograd has given it
-        is_averaging  it is not in no_sync()
-        to_launch     buckets that it has yet to launch, in this order
-        launched      the one that it has launched last, whose sum it has yet to add up
-        completed     buckets of which it has brought all gradients, in this order
-    """
-
-    def __init__(self, number, is_averaging, to_launch):
-        self.number, self.is_averaging, self.to_launch = number, is_averaging, to_launch
-        self.launched, self.completed = None, []
-
-
 class Reducer(nn.Module):
     """Hooks tell when gradients are complete, buckets are launched in one order on all ranks, and a
     callback ends the backward. DDP and the stages of ZeRO have the rest: `_start_reduce` sends the
     gradients of a bucket, `_add` adds up what has arrived.
 
         gradient_divide_factor  what the sum over ranks is divided by: W, unless told
-        exposed_s       seconds that this rank has waited for others; nan on an accelerator, where
-                        only its stream waits
-        shard_group     the ranks over which parameters are sharded; None in DDP
-        buckets         of trained parameters, in the order in which they are launched: in the first
-                        backward the reverse order of the module, then that in which rank 0 has
-                        completed them in the first
-        _watched        the same buckets, in the order of the first backward: hooks know numbers
-        _backward       the one that is under way, or the last one
+        exposed_s    seconds that this rank has waited for others; nan on an accelerator, where only
+                     its stream waits
+        shard_group  the ranks over which parameters are sharded; None in DDP
+        buckets      of trained parameters, in the order in which they are launched: in the first
+                     backward the reverse order of the module, then that in which rank 0 has
+                     completed them in the first
+        _names       {parameter: its name}, in the module's order
+        _bucket_of   {name: the bucket of that parameter}
+
+    Of the backward that is under way:
+
+        _backward    autograd's number of it
+        _to_launch   buckets that it has yet to launch, in order; in no_sync() none
+        _launched    the one that it has launched last, whose sum it has yet to add up
+        _completed   buckets of which it has brought all gradients, in that order
     """
 
     shard_group = None
@@ -318,11 +311,11 @@ class Reducer(nn.Module):
         self.module = module
         self._names = {p: name for name, p in module.named_parameters()}
         self._check_module(options)
-        self._frozen = [p for p in self._names if not p.requires_grad]
+        self._frozen = {name for p, name in self._names.items() if not p.requires_grad}
         self.gradient_divide_factor = self.group.size()
         device = next(iter(self._names)).device
         self.exposed_s = 0.0 if device.type == "cpu" else math.nan
-        self._backward = Backward(None, False, [])
+        self._backward = None
         self._knows_order = False
 
     def forward(self, *inputs, **options):
@@ -374,19 +367,19 @@ class Reducer(nn.Module):
     def __getstate__(self):
         self._refuse("a wrapper is neither copied nor pickled")
 
-    def _names_of(self, parameters):
-        """In the module's order."""
-        return ", ".join(name for p, name in self._names.items() if p in set(parameters))
-
     # ---- a backward
 
     def _watch(self, buckets):
-        """Hook the parameters of buckets."""
-        self.buckets, self._watched = buckets, list(buckets)
-        for number, bucket in enumerate(buckets):
-            for place, p in enumerate(bucket.parameters):
+        """Hook the trained parameters of buckets."""
+        self.buckets, self._bucket_of = [], {}
+        for bucket in buckets:
+            self._bucket_of.update(dict.fromkeys(bucket.names, bucket))
+            if not bucket.parameters[0].requires_grad:
+                continue
+            self.buckets.append(bucket)
+            for name, p in zip(bucket.names, bucket.parameters):
                 self._hook(p.register_post_accumulate_grad_hook, Reducer._gradient_is_complete,
-                           number, place)
+                           name)
 
     def _hook(self, register, method, *first):
         """Register a hook that calls method(self, *first, ...), and goes when self goes. (Python's
@@ -397,82 +390,89 @@ class Reducer(nn.Module):
     def _notice_backward(self):
         """At each sign of a backward: the first one begins it."""
         number = torch._C._current_graph_task_id()
-        if number != self._backward.number:
-            self._begin_backward(number)
+        if number != self._backward:
+            self._backward = number
+            self._begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _begin_backward(self, number):
-        if self._backward.launched is not None:  # the last backward has raised
-            self._backward.launched.reduction.wait()
-        changed = [p for p in self._frozen if p.requires_grad]
+    def _begin_backward(self):
+        self._check_frozen()
+        self._wait_for_reductions()  # of the last backward, if it has raised
         for bucket in self.buckets:
-            bucket.pending = set(range(len(bucket.parameters)))
-            changed += [p for p in bucket.parameters if not p.requires_grad]
-        if changed:
-            self._refuse(f"freeze, or unfreeze, before wrapping: {self._names_of(changed)}")
-        to_launch = list(self.buckets) if self.require_backward_grad_sync else []
-        self._backward = Backward(number, self.require_backward_grad_sync, to_launch)
+            bucket.pending = set(bucket.names)
+        self._to_launch = list(self.buckets) if self.require_backward_grad_sync else []
+        self._launched, self._completed = None, []
 
-    def _gradient_is_complete(self, number, place, p):
+    def _check_frozen(self):
+        for p, name in self._names.items():
+            if p.requires_grad == (name in self._frozen):
+                self._refuse(f"freeze, or unfreeze, before wrapping: {name}")
+
+    def _gradient_is_complete(self, name, p):
         """A hook of a parameter."""
         self._notice_backward()
         if p.grad is None or p.grad.layout != torch.strided or p.grad.requires_grad:
-            self._refuse(f"the gradient of {self._names[p]} is sparse, has a graph of its own "
+            self._refuse(f"the gradient of {name} is sparse, has a graph of its own "
                          f"(create_graph=True), or a hook has taken it away")
-        bucket = self._watched[number]
-        bucket.pending.discard(place)
+        bucket = self._bucket_of[name]
+        bucket.pending.discard(name)
         if not bucket.pending:
-            self._backward.completed.append(bucket)
+            self._completed.append(bucket)
             bucket.fill()
             self._launch_ready_buckets()
 
     def _launch_ready_buckets(self):
         """In the order that all ranks have in common: on each rank buckets may be completed in
         another order, and their messages would mix."""
-        backward = self._backward
-        while backward.to_launch and not backward.to_launch[0].pending:
+        while self._to_launch and not self._to_launch[0].pending:
             self._add_last()
-            bucket = backward.to_launch.pop(0)
+            bucket = self._to_launch.pop(0)
             if self.gradient_divide_factor != 1:
                 # Before the sum, which may overflow in fp16.
                 bucket.gradients.mul_(1 / self.gradient_divide_factor)
             with self._telling("start", "reduce", bucket):
                 self._start_reduce(bucket)
-            backward.launched = bucket
+            self._launched = bucket
 
     def _add_last(self):
-        bucket = self._backward.launched
+        bucket = self._launched
         if bucket is not None:
-            self._backward.launched = None
+            self._launched = None
             with self._telling("wait", "reduce", bucket):
                 self._add(bucket)
+
+    def _wait_for_reductions(self):
+        for bucket in self.buckets:
+            if bucket.reduction is not None:
+                with self._telling("wait", "reduce", bucket):
+                    bucket.reduction.wait()
+                bucket.reduction = None
 
     @torch.no_grad()
     def _end_backward(self):
         """A callback of autograd's. What it raises, backward() raises."""
         self._add_last()
-        if not self._backward.is_averaging:
+        self._wait_for_reductions()
+        if not self.require_backward_grad_sync:
             return
-        missing = []
+        missing = set()
         for bucket in self.buckets:
-            missing += [bucket.parameters[place] for place in sorted(bucket.pending)]
+            missing |= bucket.pending
         if missing:
-            self._refuse(f"a backward has brought no gradient of {self._names_of(missing)}. Use or "
-                         f"freeze them (dropin's classes allow it); call autograd.grad() and "
-                         f"partial backwards in no_sync(); checkpoint with use_reentrant=False")
+            names = [name for name in self._names.values() if name in missing]
+            self._refuse(f"a backward has brought no gradient of {', '.join(names)}. Use or freeze "
+                         f"them (dropin's classes allow it); call autograd.grad() and partial "
+                         f"backwards in no_sync(); checkpoint with use_reentrant=False")
         if not self._knows_order:
-            self._check_once()
             self._learn_order()
             self._knows_order = True
 
-    def _check_once(self):
-        """In the first backward that is averaged."""
-        more = [name for name, p in self.module.named_parameters() if p not in self._names]
-        if more:
-            self._refuse(f"wrap after adding or replacing parameters, such as {more[0]}")
-
     def _learn_order(self):
-        self.buckets = self._in_order_of_rank_0(self.buckets, self._backward.completed)
+        """In the first backward that is averaged."""
+        for name, p in self.module.named_parameters():
+            if p not in self._names:
+                self._refuse(f"wrap after adding or replacing parameters, such as {name}")
+        self.buckets = self._in_order_of_rank_0(self.buckets, self._completed)
 
     def _in_order_of_rank_0(self, things, used):
         """things in the order in which rank 0 has used them. A collective."""
@@ -557,32 +557,23 @@ class DDP(Reducer):
         buckets = []
         # The last parameters first: the backward reaches them first.
         for some in fill_buckets(trained[::-1], first_bytes, cap_bytes):
-            buckets.append(Bucket(some, self._names[some[0]], W, FIRST_TAG + len(buckets)))
+            names = [self._names[p] for p in some]
+            buckets.append(Bucket(some, names, W, FIRST_TAG + len(buckets)))
         self._watch(buckets)
-        self._to_wait_for = []  # buckets whose sums are on their way to all ranks
 
-    def forward(self, *inputs, **options):
-        self._free_buffers()
-        return self.module(*inputs, **options)
-
-    def _free_buffers(self):
-        """Those whose gradients zero_grad() has dropped."""
+    def _begin_backward(self):
+        super()._begin_backward()
+        is_mean = self.gradient_divide_factor == self.group.size()
         for bucket in self.buckets:
-            if bucket.gradients is not None and not bucket.has_any_gradient():
-                bucket.gradients, bucket.has_sums = None, False
-
-    def _begin_backward(self, number):
-        self._wait_for_sums()  # of a backward that has raised
-        self._free_buffers()
-        super()._begin_backward(number)
+            bucket.has_sums = bucket.has_sums and bucket.has_any_gradient()
+            if bucket.has_sums and not is_mean and self.require_backward_grad_sync:
+                self._refuse("the sum of an averaged backward before is still in `.grad`, and "
+                             "every rank would add it once more. Call zero_grad(set_to_none=True) "
+                             "between the two, or put all but a step's last backward into "
+                             "no_sync()")
 
     def _start_reduce(self, bucket):
-        W = self.group.size()
-        if bucket.has_sums and self.gradient_divide_factor != W:
-            self._refuse("the sum of an averaged backward before is still in `.grad`, and every "
-                         "rank would add it once more. Call zero_grad(set_to_none=True) between "
-                         "the two, or put all but a step's last backward into no_sync()")
-        if W <= 2:  # two numbers have only one sum: torch's own has the right bits
+        if self.group.size() <= 2:  # two numbers have only one sum: torch's own has the right bits
             bucket.reduction = dist.all_reduce(bucket.gradients, group=self.group, async_op=True)
         else:
             bucket.reduction = ReduceScatter(bucket.gradients, self.group, bucket.tag)
@@ -594,20 +585,6 @@ class DDP(Reducer):
             bucket.reduction.add(chunks[self.group.rank()])
             bucket.reduction = start_all_gather(bucket.gradients, self.group, bucket.tag)
         bucket.has_sums = True
-        self._to_wait_for.append(bucket)
-
-    def _end_backward(self):
-        try:
-            super()._end_backward()
-        finally:
-            self._wait_for_sums()
-
-    def _wait_for_sums(self):
-        while self._to_wait_for:
-            bucket = self._to_wait_for.pop(0)
-            with self._telling("wait", "reduce", bucket):
-                bucket.reduction.wait()
-            bucket.reduction = None
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the module, the parameter), not copied: the stages of ZeRO gather it."""

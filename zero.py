@@ -134,8 +134,8 @@ class ShardedBucket(Bucket):
         version        how often the shards have changed
     """
 
-    def __init__(self, parameters, unit, name, group, tag, param_dtype, keeps_whole):
-        super().__init__(parameters, name, group.size(), tag)
+    def __init__(self, parameters, names, unit, group, tag, param_dtype, keeps_whole):
+        super().__init__(parameters, names, group.size(), tag)
         self.unit, self.group, self.keeps_whole = unit, group, keeps_whole
         first = parameters[0]
         self.dtype = first.dtype
@@ -374,8 +374,7 @@ class Zero1(Reducer):
     def _fill_units(self, cap_bytes, param_dtype):
         """Make the buckets of all units. A module without parameters of its own is none."""
         of_root = parameters_of_root(self.module, [unit.module for unit in self.units[1:]])
-        self._shards = {}  # {parameter: its shard}
-        self._all_buckets = []
+        self._all_buckets = []  # those of frozen parameters, too
         # The backward reaches the last units first, and completes the root's gradients at last.
         for unit in [*self.units[:0:-1], self.root]:
             parameters = [p for p in unit.module.parameters() if p not in of_root]
@@ -386,14 +385,14 @@ class Zero1(Reducer):
             lists = fill_buckets(trained[::-1], cap_bytes, cap_bytes)
             lists += fill_buckets(frozen, cap_bytes, cap_bytes)
             for some in lists:
+                names = [self._names[p] for p in some]
                 tag = FIRST_TAG + 2 * len(self._all_buckets)
-                bucket = ShardedBucket(some, unit, self._names[some[0]], self.group, tag,
-                                       param_dtype, self.keeps_whole)
+                bucket = ShardedBucket(some, names, unit, self.group, tag, param_dtype,
+                                       self.keeps_whole)
                 unit.buckets.append(bucket)
                 self._all_buckets.append(bucket)
-                self._shards.update(zip(some, bucket.shards))
         self.units = [unit for unit in self.units if unit.buckets or unit is self.root]
-        self._watch([b for b in self._all_buckets if b.parameters[0].requires_grad])
+        self._watch(self._all_buckets)
 
     def _hook_unit(self, unit):
         pre_forward = functools.partial(self._pre_forward, unit)
@@ -419,10 +418,10 @@ class Zero1(Reducer):
         """What a script has done to shards by hand, as what a step changes has been noted. Then all
         buckets are old: of one that has changed another rank may have only empty shards, in which
         nothing changes."""
-        for bucket in self.buckets:
-            for p, shard in zip(bucket.parameters, bucket.shards):
-                if p.requires_grad != shard.requires_grad:
-                    self._refuse(f"freeze, or unfreeze, before wrapping: {self._names[p]}")
+        for bucket in self._all_buckets:
+            for name, shard in zip(bucket.names, bucket.shards):
+                if shard.requires_grad == (name in self._frozen):
+                    self._refuse(f"freeze, or unfreeze, before wrapping: {name}")
         if any(bucket.noted != bucket.versions_and_addresses() for bucket in self._all_buckets):
             for bucket in self._all_buckets:
                 self._invalidate(bucket)
@@ -482,7 +481,7 @@ class Zero1(Reducer):
 
     def _end_backward(self):
         super()._end_backward()
-        if not self._backward.is_averaging:
+        if not self.require_backward_grad_sync:
             self._mark_shards()
 
     def _learn_order(self):
@@ -515,11 +514,11 @@ class Zero1(Reducer):
 
     def _refuse_while_held(self, what):
         for bucket in self.buckets:
-            for p in bucket.parameters:
+            for name, p in zip(bucket.names, bucket.parameters):
                 if p.grad is not None:
-                    self._refuse(f"{what} while gradients are held back, such as that of "
-                                 f"{self._names[p]}, by no_sync() or a backward that raised: make "
-                                 f"the last one of a step outside of no_sync(), or zero_grad()")
+                    self._refuse(f"{what} while gradients are held back, such as that of {name}, "
+                                 f"by no_sync() or a backward that raised: make the last one of a "
+                                 f"step outside of no_sync(), or zero_grad()")
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         self._refuse_while_held("clip_grad_norm_()")
@@ -536,7 +535,7 @@ class Zero1(Reducer):
         for bucket in self._all_buckets:
             if not stepped.isdisjoint(map(id, bucket.parameters)):
                 self._refuse(f"{type(optimizer).__name__} has parameters of the module, such as "
-                             f"{bucket.name}: make it of the wrapper's parameters()")
+                             f"{bucket.names[0]}: make it of the wrapper's parameters()")
             if not stepped.isdisjoint(map(id, bucket.shards)):
                 old.append(bucket)
         if old:
@@ -556,16 +555,18 @@ class Zero1(Reducer):
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the module, this rank's shard), in the module's order."""
-        for p, name in self._names.items():
-            yield (f"{prefix}.{name}" if prefix else name), self._shards[p]
+        shard_of = {}
+        for bucket in self._all_buckets:
+            shard_of.update(zip(bucket.names, bucket.shards))
+        for name in self._names.values():
+            yield (f"{prefix}.{name}" if prefix else name), shard_of[name]
 
     def shard_starts(self) -> dict[str, int]:
         """{name: the first element, in order of memory, of a parameter that this rank has}. A shard
         of m elements has that and the next m - 1."""
         starts = {}
         for bucket in self._all_buckets:
-            for p, first in zip(bucket.parameters, bucket.firsts):
-                starts[self._names[p]] = first
+            starts.update(zip(bucket.names, bucket.firsts))
         return starts
 
     @torch.no_grad()
@@ -573,16 +574,14 @@ class Zero1(Reducer):
         """(name, a copy of the whole parameter, not rounded to param_dtype), in the module's order.
         A collective, which holds the buckets of the root and of one unit at a time."""
         self._take_up_changes()
-        bucket_of, whole = {}, {}
-        for bucket in self._all_buckets:
-            bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
-        for p, name in self._names.items():
-            if p not in whole:
-                bucket = bucket_of[p]
+        whole = {}
+        for name in self._names.values():
+            if name not in whole:
+                bucket = self._bucket_of[name]
                 with self._telling("wait", "gather", bucket):
                     flat = bucket.gather_copy()
-                whole.update(zip(bucket.parameters, bucket.views(flat)))
-            yield name, whole.pop(p).clone()
+                whole.update(zip(bucket.names, bucket.views(flat)))
+            yield name, whole.pop(name).clone()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """What state_dict() of the module would be, on every rank. A collective."""
@@ -687,8 +686,8 @@ class Zero3(Zero2):
             if isinstance(t, Tensor) and t.grad_fn is not None:
                 t.register_hook(functools.partial(self._use, unit))
 
-    def _begin_backward(self, number):
-        super()._begin_backward(number)
+    def _begin_backward(self):
+        super()._begin_backward()
         self._ahead = self.units[:0:-1]  # from the last one back, without the root
         self._use(self.root)
 
@@ -748,14 +747,14 @@ class Zero3(Zero2):
 
     def _pack(self, t):
         """t, which autograd saves -> a recipe: a function that returns t."""
-        bucket = self._bucket_of(t)
+        bucket = self._bucket_at(t)
         if bucket is None:
             # detach(): an output that is saved would keep its own node, and that the output.
             return functools.partial(self._kept, t.detach(), t._version)
         layout = t.shape, t.stride(), t.storage_offset()
         return functools.partial(self._view_again, bucket, layout, bucket.version)
 
-    def _bucket_of(self, t):
+    def _bucket_at(self, t):
         """The bucket of whose `whole` t is a view, if `as_strided` can make it again; or None."""
         if t.layout != torch.strided or t.is_conj():
             return None
