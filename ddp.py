@@ -294,7 +294,7 @@ class Reducer(nn.Module):
 
         _backward    autograd's number of it
         _to_launch   buckets that it has yet to launch, in order; in no_sync() none
-        _launched    the one that it has launched last, whose sum it has yet to add up
+        _launched    the one that it has launched last, while its sum has yet to be added up
         _completed   buckets of which it has brought all gradients, in that order
     """
 
@@ -401,7 +401,7 @@ class Reducer(nn.Module):
         for bucket in self.buckets:
             bucket.pending = set(bucket.names)
         self._to_launch = list(self.buckets) if self.require_backward_grad_sync else []
-        self._launched, self._completed = None, []
+        self._launched, self._completed = [], []
 
     def _check_frozen(self):
         for p, name in self._names.items():
@@ -432,12 +432,11 @@ class Reducer(nn.Module):
                 bucket.gradients.mul_(1 / self.gradient_divide_factor)
             with self._telling("start", "reduce", bucket):
                 self._start_reduce(bucket)
-            self._launched = bucket
+            self._launched.append(bucket)
 
     def _add_last(self):
-        bucket = self._launched
-        if bucket is not None:
-            self._launched = None
+        if self._launched:
+            bucket = self._launched.pop()
             with self._telling("wait", "reduce", bucket):
                 self._add(bucket)
 
@@ -521,14 +520,14 @@ class Reducer(nn.Module):
         return clip_gradients_(gradients, max_norm, self.shard_group)
 
 
+NO_SPAN = contextlib.nullcontext()
+
+
 def span(verb: str, what):
     """A named range in a profile, if one is being made."""
     if torch.autograd._profiler_enabled():
         return torch.profiler.record_function(f"{verb} {what}")
     return NO_SPAN
-
-
-NO_SPAN = contextlib.nullcontext()
 
 
 # -------------------------------------------------------------------------------------------------

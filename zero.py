@@ -123,7 +123,7 @@ class ShardedBucket(Bucket):
         unit           the bucket is of
         whole          (n,) parameters in param_dtype, with which forward and backward compute; None
                        while there is no memory for them
-        address        of that memory
+        address        where its memory begins, if `start_gather` has made it
         chunk          (n/W,) this rank's chunk of the parameters, in the module's dtype. In Zero1
                        and Zero2 it is a view of whole, if that has the same dtype
         shards         nn.Parameters, views of chunk: this rank's part of each parameter, in order
@@ -141,7 +141,7 @@ class ShardedBucket(Bucket):
         self.dtype = first.dtype
         if param_dtype is not None and first.dtype.is_floating_point:
             self.dtype = param_dtype
-        self.gather, self.version = None, 0
+        self.whole, self.address, self.gather, self.version = None, None, None, 0
         nan = torch.full((), math.nan, device=first.device).to(self.dtype)
         self.nans = [nan.expand(p.shape) for p in parameters]  # one number in memory
 
@@ -151,11 +151,9 @@ class ShardedBucket(Bucket):
             p.data = view  # frees the memory that it had
         broadcast([whole], group)
         if keeps_whole and self.dtype == first.dtype:
-            self.set_whole(whole)
-            self.chunk = self.own_chunk(whole)
+            self.whole, self.chunk = whole, self.own_chunk(whole)
             self.show()
         else:
-            self.set_whole(None)
             self.chunk = self.own_chunk(whole).clone()
             self.hide()
 
@@ -210,7 +208,7 @@ class ShardedBucket(Bucket):
         p.data, q.data = q.data, p.data it is the tensor q.)"""
         addresses = [shard.data_ptr() for shard in self.shards]
         if addresses != [address for _, address in self.noted]:
-            self.set_whole(None)
+            self.whole = None
             self.chunk = torch.empty_like(self.chunk)
             for shard, part in zip(self.shards, self.parts(self.chunk)):
                 part.copy_(shard.data)
@@ -219,15 +217,11 @@ class ShardedBucket(Bucket):
 
     # ---- whole parameters
 
-    def set_whole(self, whole: Tensor | None) -> None:
-        self.whole, self.address = whole, None
-        if whole is not None:
-            self.address = whole.untyped_storage().data_ptr()
-
     def start_gather(self) -> None:
         """Start to gather `whole` from all ranks' chunks."""
         if self.whole is None:
-            self.set_whole(torch.empty(self.n, dtype=self.dtype, device=self.chunk.device))
+            self.whole = torch.empty(self.n, dtype=self.dtype, device=self.chunk.device)
+            self.address = self.whole.untyped_storage().data_ptr()
         own = self.own_chunk(self.whole)
         if own.data_ptr() != self.chunk.data_ptr():  # chunk is not a view of it
             own.copy_(self.chunk)  # rounds to param_dtype
@@ -249,7 +243,7 @@ class ShardedBucket(Bucket):
         """Make the module's parameters nan. In Zero3 this frees their memory."""
         self.is_unsharded = False
         if not self.keeps_whole:
-            self.set_whole(None)
+            self.whole = None
         for p, nan in zip(self.parameters, self.nans):
             p.data = nan
 
@@ -758,10 +752,11 @@ class Zero3(Zero2):
         """The bucket of whose `whole` t is a view, if `as_strided` can make it again; or None."""
         if t.layout != torch.strided or t.is_conj():
             return None
-        address = t.untyped_storage().data_ptr()
+        memory = t.untyped_storage().data_ptr()
         for unit in self._unsharded:
             for bucket in unit.buckets:
-                if bucket.address == address and bucket.dtype == t.dtype:
+                is_there = bucket.whole is not None and bucket.address == memory
+                if is_there and bucket.dtype == t.dtype:
                     return bucket
         return None
 
