@@ -34,7 +34,8 @@ from W = 3 on two. (Psi: the number of parameters; W: the number of ranks, the w
 What it asks of a script. The first list it checks, and raises RuntimeError, naming names:
 
   - Equal modules on all ranks, on one device, not on meta, and wrapped once.
-  - Parameters are frozen, unfrozen, added and replaced before wrapping.
+  - Parameters are frozen, unfrozen, added and replaced before wrapping. (Those that are added after
+    the first averaged backward it does not see.)
   - Each backward outside of no_sync() brings a gradient of every trained parameter, dense, without
     a graph of its own. (autograd.grad() is for no_sync(); checkpointing wants use_reentrant=False.)
   - Two averaged backwards have zero_grad(set_to_none=True) between them if gradients are sums, as
@@ -51,6 +52,7 @@ The second list it does not check:
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import time
 import weakref
@@ -81,9 +83,9 @@ FIRST_TAG = 1000  # below are tags for messages of a script's own, such as torch
 #   rank 2    c0  c1  c2      .   .   S2                   S0  S1  S2      S2 = (a2 + b2) + c2
 #
 # Each sends (W-1)/W n elements per rank. One after the other they are an all-reduce. Both are
-# started, and finished later by a method of what is returned. Messages have tags: on a CPU two
-# calls with other tags never mix, whatever their order. (On an accelerator all ranks have to make
-# all calls in one order.)
+# started, and finished later by a method of what is returned. Messages have tags: on a CPU
+# messages of different tags never mix, whatever their order. (On an accelerator all ranks have to
+# make all calls in one order.)
 
 # Its name before torch 2.13 was the other one.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -109,7 +111,7 @@ class ReduceScatter:
         chunks = flat.view(group.size(), -1)
         if flat.is_cpu:
             rank = group.rank()
-            self.contributions = list(torch.empty_like(chunks[1:]))  # of the others
+            self.contributions = list(torch.empty_like(chunks[1:]))  # W - 1 rows: of the others
             self.contributions.insert(rank, chunks[rank])
             self.work = exchange(chunks, self.contributions, group, tag)
         else:
@@ -124,7 +126,8 @@ class ReduceScatter:
     def add(self, out: Tensor, earlier: Tensor | None = None) -> None:
         """Wait. Then out = ((earlier + rank 0's) + rank 1's) + ..., each (n/W,).
 
-        earlier is overwritten. 16-bit numbers are added in fp32: in bf16 256 + 1 is 256."""
+        The first of the addends is overwritten: nobody needs it any more. 16-bit numbers are added
+        in fp32: in bf16 256 + 1 is 256."""
         self.wait()
         addends = self.contributions
         if earlier is not None:
@@ -167,8 +170,7 @@ def broadcast(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
         value = t.data.contiguous()  # NCCL sends nothing else
         as_bytes = value.view(-1).view(torch.uint8)  # gloo does not know every dtype
         dist.broadcast(as_bytes, group_src=0, group=group)
-        if value is not t.data:
-            t.data.copy_(value)
+        t.data.copy_(value)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ class Bucket:
             strides = torch.empty_like(p, device="meta").stride()
             self.layouts.append((p.shape, strides, n))
             n = round_up(n + p.numel(), ALIGN)
-        self.n = round_up(max(n, 1), W * ALIGN_CHUNK)
+        self.n = round_up(max(n, 1), W * ALIGN_CHUNK)  # 1: an empty message would be lost
         self.gradients, self.reduction = None, None
         self.pending = set()
         self.has_sums = False
@@ -293,9 +295,10 @@ class Reducer(nn.Module):
     Of the backward that is under way:
 
         _backward    autograd's number of it
-        _to_launch   buckets that it has yet to launch, in order; in no_sync() none
-        _launched    the one that it has launched last, while its sum has yet to be added up
+        _averages    it is not in no_sync()
         _completed   buckets of which it has brought all gradients, in that order
+        _to_launch   buckets that it has yet to launch, in order
+        _to_add      the one that it has launched last, until its sum is added up
     """
 
     shard_group = None
@@ -355,8 +358,8 @@ class Reducer(nn.Module):
             return
         facts_of = [None] * self.group.size()
         dist.all_gather_object(facts_of, facts, group=self.group)
-        for rank, others in enumerate(facts_of):
-            for first, other in zip(facts_of[0] + ["no more"], others + ["no more"]):
+        for rank, facts in enumerate(facts_of):
+            for first, other in itertools.zip_longest(facts_of[0], facts, fillvalue="no more"):
                 if first != other:
                     self._refuse(f"ranks wrap different modules. Rank 0 has {first}; rank {rank} "
                                  f"has {other}")
@@ -400,13 +403,19 @@ class Reducer(nn.Module):
         self._wait_for_reductions()  # of the last backward, if it has raised
         for bucket in self.buckets:
             bucket.pending = set(bucket.names)
-        self._to_launch = list(self.buckets) if self.require_backward_grad_sync else []
-        self._launched, self._completed = [], []
+        self._averages = self.require_backward_grad_sync
+        self._completed, self._to_add = [], []
+        self._to_launch = list(self.buckets) if self._averages else []
 
     def _check_frozen(self):
         for p, name in self._names.items():
-            if p.requires_grad == (name in self._frozen):
+            was_trained = name not in self._frozen
+            if p.requires_grad != was_trained:
                 self._refuse(f"freeze, or unfreeze, before wrapping: {name}")
+
+    def _refuse_after_error(self):
+        self._refuse("the backward before has raised when a part of its gradients had been sent: "
+                     "call zero_grad(set_to_none=True) before the next one")
 
     def _gradient_is_complete(self, name, p):
         """A hook of a parameter."""
@@ -432,11 +441,11 @@ class Reducer(nn.Module):
                 bucket.gradients.mul_(1 / self.gradient_divide_factor)
             with self._telling("start", "reduce", bucket):
                 self._start_reduce(bucket)
-            self._launched.append(bucket)
+            self._to_add.append(bucket)
 
     def _add_last(self):
-        if self._launched:
-            bucket = self._launched.pop()
+        if self._to_add:
+            bucket = self._to_add.pop()
             with self._telling("wait", "reduce", bucket):
                 self._add(bucket)
 
@@ -452,7 +461,7 @@ class Reducer(nn.Module):
         """A callback of autograd's. What it raises, backward() raises."""
         self._add_last()
         self._wait_for_reductions()
-        if not self.require_backward_grad_sync:
+        if not self._averages:
             return
         missing = set()
         for bucket in self.buckets:
@@ -561,15 +570,18 @@ class DDP(Reducer):
         self._watch(buckets)
 
     def _begin_backward(self):
-        super()._begin_backward()
-        is_mean = self.gradient_divide_factor == self.group.size()
+        would_be_means = self.gradient_divide_factor == self.group.size()
         for bucket in self.buckets:
-            bucket.has_sums = bucket.has_sums and bucket.has_any_gradient()
-            if bucket.has_sums and not is_mean and self.require_backward_grad_sync:
+            has_any = bucket.gradients is not None and bucket.has_any_gradient()
+            if has_any and bucket.reduction is not None:
+                self._refuse_after_error()
+            bucket.has_sums = bucket.has_sums and has_any
+            if bucket.has_sums and self.require_backward_grad_sync and not would_be_means:
                 self._refuse("the sum of an averaged backward before is still in `.grad`, and "
                              "every rank would add it once more. Call zero_grad(set_to_none=True) "
                              "between the two, or put all but a step's last backward into "
                              "no_sync()")
+        super()._begin_backward()
 
     def _start_reduce(self, bucket):
         if self.group.size() <= 2:  # two numbers have only one sum: torch's own has the right bits

@@ -121,16 +121,21 @@ class ShardedBucket(Bucket):
     chunks.
 
         unit           the bucket is of
+        keeps_whole    `whole` is kept, as in Zero1 and Zero2
         whole          (n,) parameters in param_dtype, with which forward and backward compute; None
                        while there is no memory for them
-        address        where its memory begins, if `start_gather` has made it
+        address        where that memory begins, in Zero3
+        is_unsharded   the module's parameters are views of whole, and have their values; otherwise
+                       they are `nans`
+        gather         of whole, while it is under way
         chunk          (n/W,) this rank's chunk of the parameters, in the module's dtype. In Zero1
-                       and Zero2 it is a view of whole, if that has the same dtype
+                       and Zero2 a view of whole, if that has the same dtype
         shards         nn.Parameters, views of chunk: this rank's part of each parameter, in order
                        of memory, (m, 1, ..., 1). m may be 0. There are as many dimensions as the
                        parameter has, since many scripts let only matrices decay
-        gather         of whole, while it is under way
-        is_unsharded   the module's parameters have their values; otherwise they are nan
+        firsts         the first element of each parameter that this rank has
+        shard_layouts  (shape, strides, begin) of each shard in the chunk
+        noted          versions and places of the shards, as they were when last looked at
         version        how often the shards have changed
     """
 
@@ -138,10 +143,10 @@ class ShardedBucket(Bucket):
         super().__init__(parameters, names, group.size(), tag)
         self.unit, self.group, self.keeps_whole = unit, group, keeps_whole
         first = parameters[0]
-        self.dtype = first.dtype
+        self.dtype = first.dtype  # of whole
         if param_dtype is not None and first.dtype.is_floating_point:
             self.dtype = param_dtype
-        self.whole, self.address, self.gather, self.version = None, None, None, 0
+        self.address, self.gather, self.version = None, None, 0
         nan = torch.full((), math.nan, device=first.device).to(self.dtype)
         self.nans = [nan.expand(p.shape) for p in parameters]  # one number in memory
 
@@ -150,12 +155,14 @@ class ShardedBucket(Bucket):
             view.copy_(p.data)
             p.data = view  # frees the memory that it had
         broadcast([whole], group)
-        if keeps_whole and self.dtype == first.dtype:
-            self.whole, self.chunk = whole, self.own_chunk(whole)
+        self.chunk = self.own_chunk(whole)
+        if keeps_whole:
+            self.whole = whole.to(self.dtype)
             self.show()
         else:
-            self.chunk = self.own_chunk(whole).clone()
             self.hide()
+        if self.whole is not whole:
+            self.chunk = self.chunk.clone()  # a view would keep all of whole
 
         self.lay_out_shards()
         self.shards = []
@@ -163,7 +170,7 @@ class ShardedBucket(Bucket):
             shard = nn.Parameter(part, p.requires_grad)
             shard.whole_shape, shard.whole_stride = shape, strides
             self.shards.append(shard)
-        self.noted = self.versions_and_addresses()
+        self.noted = self.versions_and_places()
 
     def own_chunk(self, flat: Tensor) -> Tensor:
         """This rank's chunk, (n/W,), of a buffer (n,): a view."""
@@ -172,11 +179,7 @@ class ShardedBucket(Bucket):
     # ---- shards
 
     def lay_out_shards(self) -> None:
-        """Which elements of each parameter are in this rank's chunk:
-
-            firsts         the first of them, counted in the parameter
-            shard_layouts  (shape, strides, begin) of them in the chunk
-        """
+        """Which elements of each parameter are in this rank's chunk: `firsts`, `shard_layouts`."""
         self.firsts, self.shard_layouts = [], []
         size = self.n // self.group.size()
         chunk_begin = size * self.group.rank()
@@ -198,22 +201,29 @@ class ShardedBucket(Bucket):
             parts.append(part.data)  # .data: with a _version of its own
         return parts
 
-    def versions_and_addresses(self) -> list[tuple[int, int]]:
-        """Of the shards, to see whether a script has changed them."""
-        return [(shard._version, shard.data_ptr()) for shard in self.shards]
+    def versions_and_places(self) -> list[tuple[int, tuple[int, int]]]:
+        """Of the shards, to see whether a script has changed them. The place is that of the memory,
+        and where in it a shard begins: an empty shard has no address of its own."""
+        noted = []
+        for shard in self.shards:
+            place = shard.untyped_storage().data_ptr(), shard.storage_offset()
+            noted.append((shard._version, place))
+        return noted
 
     def take_shards(self) -> None:
         """Note the shards as they are. If a script has given some other memory, as by p.data = ...,
-        all move into a new chunk. (In the old one may be somebody else by now: after the exchange
-        p.data, q.data = q.data, p.data it is the tensor q.)"""
-        addresses = [shard.data_ptr() for shard in self.shards]
-        if addresses != [address for _, address in self.noted]:
-            self.whole = None
-            self.chunk = torch.empty_like(self.chunk)
+        all move into a new chunk, and whole into new memory: in the old one may be another tensor
+        by now, as after the exchange p.data, q.data = q.data, p.data."""
+        before, self.noted = self.noted, self.versions_and_places()
+        if [place for _, place in self.noted] != [place for _, place in before]:
+            with torch.inference_mode(False):  # else the new memory is of no use in training
+                self.chunk = torch.empty_like(self.chunk)
+                if self.keeps_whole:
+                    self.whole = torch.empty_like(self.whole)
             for shard, part in zip(self.shards, self.parts(self.chunk)):
                 part.copy_(shard.data)
                 shard.data = part
-        self.noted = self.versions_and_addresses()
+            self.noted = self.versions_and_places()
 
     # ---- whole parameters
 
@@ -303,10 +313,10 @@ def parameters_of_root(module: nn.Module, units: list[nn.Module]) -> set[nn.Para
         inside.update(unit.modules())
         for p in unit.parameters():
             n_units[p] = n_units.get(p, 0) + 1
-    of_root = {p for p in module.parameters() if n_units.get(p) != 1}
+    of_root = {p for p in module.parameters() if n_units.get(p, 0) != 1}
     for m in module.modules():
         if m not in inside:
-            of_root.update(m._parameters.values())
+            of_root.update(m._parameters.values())  # of these a unit may have some, too
     return of_root
 
 
@@ -370,7 +380,7 @@ class Zero1(Reducer):
         of_root = parameters_of_root(self.module, [unit.module for unit in self.units[1:]])
         self._all_buckets = []  # those of frozen parameters, too
         # The backward reaches the last units first, and completes the root's gradients at last.
-        for unit in [*self.units[:0:-1], self.root]:
+        for unit in [*reversed(self.units[1:]), self.root]:
             parameters = [p for p in unit.module.parameters() if p not in of_root]
             if unit is self.root:
                 parameters = [p for p in unit.module.parameters() if p in of_root]
@@ -409,28 +419,29 @@ class Zero1(Reducer):
         self._use(unit)
 
     def _take_up_changes(self):
-        """What a script has done to shards by hand, as what a step changes has been noted. Then all
-        buckets are old: of one that has changed another rank may have only empty shards, in which
-        nothing changes."""
+        """What a script has done to shards by hand, as what a step changes has been noted. If it
+        has changed any, all buckets are taken for old: where a bucket has changed, another rank may
+        have only empty shards of it, and cannot tell."""
         for bucket in self._all_buckets:
             for name, shard in zip(bucket.names, bucket.shards):
-                if shard.requires_grad == (name in self._frozen):
+                was_trained = name not in self._frozen
+                if shard.requires_grad != was_trained:
                     self._refuse(f"freeze, or unfreeze, before wrapping: {name}")
-        if any(bucket.noted != bucket.versions_and_addresses() for bucket in self._all_buckets):
+        if any(bucket.noted != bucket.versions_and_places() for bucket in self._all_buckets):
             for bucket in self._all_buckets:
                 self._invalidate(bucket)
 
     def _begin_forward(self):
         """Start to gather what is old. Each unit waits for its own part."""
         for unit in self.units:
-            self._unshard(unit)
+            self._start_unshard(unit)
 
     def _use(self, unit):
         """Let a unit be whole."""
-        self._unshard(unit)
+        self._start_unshard(unit)
         self._wait(unit)
 
-    def _unshard(self, unit):
+    def _start_unshard(self, unit):
         """Start to gather a unit, unless it is whole, or will be."""
         for bucket in unit.buckets:
             if not bucket.is_unsharded and bucket.gather is None:
@@ -458,6 +469,17 @@ class Zero1(Reducer):
 
     # ---- backward
 
+    def _begin_backward(self):
+        has_raised = any(bucket.reduction is not None for bucket in self.buckets)
+        if has_raised and any(shard.grad is not None for shard in self.parameters()):
+            self._refuse_after_error()
+        # One gradient may be there: that by which this backward has been noticed.
+        if len(self._zeroed()) > 1:
+            self._refuse("gradients are left of another backward, in no_sync() or one that has "
+                         "raised: call zero_grad() before the next forward. (Checkpoint with "
+                         "use_reentrant=False: the other kind has backwards in a backward)")
+        super()._begin_backward()
+
     def _start_reduce(self, bucket):
         bucket.reduction = ReduceScatter(bucket.gradients, self.group, bucket.tag_of_step())
 
@@ -475,7 +497,7 @@ class Zero1(Reducer):
 
     def _end_backward(self):
         super()._end_backward()
-        if not self.require_backward_grad_sync:
+        if not self._averages:
             self._mark_shards()
 
     def _learn_order(self):
@@ -484,11 +506,10 @@ class Zero1(Reducer):
 
     # ---- gradients that are held back
     #
-    # After a backward in no_sync(), or one that has raised, gradients are in `.grad` of the module
-    # parameters, where the next backward adds to them. zero_grad() of the optimizer knows only the
-    # shards. So shards without a gradient get zeros, and what they have gets version 0. When the
-    # next forward begins, zero_grad() has been called if the gradient of a shard is None, or if it
-    # is zero in a later version. Then the module's is dropped, too.
+    # After a backward in no_sync() gradients are in `.grad` of the module's parameters, where the
+    # next backward adds to them. zero_grad() of the optimizer knows only the shards. So shards
+    # without a gradient get zeros, and what they have gets version 0. zero_grad() has been called
+    # if then the gradient of a shard is None, or if it is zero in a later version.
 
     def _mark_shards(self):
         for bucket in self.buckets:
@@ -496,23 +517,31 @@ class Zero1(Reducer):
                 if shard.grad is None:
                     shard.grad = torch.zeros_like(shard)
                 else:
-                    shard.grad = shard.grad.data  # the same memory
+                    shard.grad = shard.grad.data  # in the same memory, with a _version of its own
 
-    def _drop_zeroed_gradients(self):
+    def _zeroed(self):
+        """The module's parameters whose gradients zero_grad() should have dropped."""
+        zeroed = []
         for bucket in self.buckets:
             for p, shard in zip(bucket.parameters, bucket.shards):
                 if p.grad is not None:
                     g = shard.grad
                     if g is None or (g._version > 0 and not g.any()):
-                        p.grad = None
+                        zeroed.append(p)
+        return zeroed
+
+    def _drop_zeroed_gradients(self):
+        for p in self._zeroed():
+            p.grad = None
 
     def _refuse_while_held(self, what):
+        self._drop_zeroed_gradients()
         for bucket in self.buckets:
             for name, p in zip(bucket.names, bucket.parameters):
                 if p.grad is not None:
-                    self._refuse(f"{what} while gradients are held back, such as that of {name}, "
-                                 f"by no_sync() or a backward that raised: make the last one of a "
-                                 f"step outside of no_sync(), or zero_grad()")
+                    self._refuse(f"{what} while gradients are held back, such as that of {name}: "
+                                 f"make the last backward of a step outside of no_sync(), or call "
+                                 f"zero_grad()")
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         self._refuse_while_held("clip_grad_norm_()")
@@ -539,6 +568,7 @@ class Zero1(Reducer):
 
     def _invalidate(self, bucket):
         """Its shards have changed, so its whole parameters are old."""
+        self._wait(bucket.unit)  # after a forward that has raised
         bucket.version += 1
         bucket.take_shards()
         increment_version(bucket.parameters)  # autograd raises if a backward needs the old ones
@@ -641,7 +671,7 @@ class Zero3(Zero2):
     function that unshards the unit again, and returns the same view of it.
 
         _ahead       units that come next on the way
-        _unsharded   units that are whole, or will be
+        _allocated   units that are whole, or will be
         _recipes     the context in which autograd saves recipes, while a forward is in it
     """
 
@@ -649,7 +679,7 @@ class Zero3(Zero2):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self._ahead, self._unsharded, self._recipes = [], [], None
+        self._ahead, self._allocated, self._recipes = [], [], None
 
     def _check_units(self, units, names):
         super()._check_units(units, names)
@@ -682,8 +712,8 @@ class Zero3(Zero2):
 
     def _begin_backward(self):
         super()._begin_backward()
-        self._ahead = self.units[:0:-1]  # from the last one back, without the root
-        self._use(self.root)
+        self._ahead = list(reversed(self.units[1:]))  # without the root
+        self._use(self.root)  # which does not begin this backward once more: its number is known
 
     def _use(self, unit, *_):
         """Unshard a unit, and the next one on the way; free all others but the root. At the turn,
@@ -695,32 +725,32 @@ class Zero3(Zero2):
             place = self._ahead.index(unit)
             self._ahead = self._ahead[place + 1:]
             if self._ahead:
-                for other in self._unsharded[:]:
+                for other in self._allocated[:]:
                     if other not in (self.root, unit, self._ahead[0]):
                         self._reshard(other)
         if self._ahead:
-            self._unshard(self._ahead[0])
+            self._start_unshard(self._ahead[0])
 
     def _end_backward(self):
         super()._end_backward()
         self._reshard_all()
 
-    def _unshard(self, unit):
-        if unit not in self._unsharded:
-            self._unsharded.append(unit)
-        super()._unshard(unit)
+    def _start_unshard(self, unit):
+        if unit not in self._allocated:
+            self._allocated.append(unit)
+        super()._start_unshard(unit)
 
     def _reshard(self, unit):
         """Free the whole parameters of a unit."""
         self._wait(unit)  # if it was gathered for nothing
-        self._unsharded.remove(unit)
+        self._allocated.remove(unit)
         for bucket in unit.buckets:
             if bucket.is_unsharded:
                 with span("free:", unit):
                     bucket.hide()
 
     def _reshard_all(self):
-        for unit in self._unsharded[:]:
+        for unit in self._allocated[:]:
             self._reshard(unit)
 
     # ---- recipes
@@ -753,7 +783,7 @@ class Zero3(Zero2):
         if t.layout != torch.strided or t.is_conj():
             return None
         memory = t.untyped_storage().data_ptr()
-        for unit in self._unsharded:
+        for unit in self._allocated:
             for bucket in unit.buckets:
                 is_there = bucket.whole is not None and bucket.address == memory
                 if is_there and bucket.dtype == t.dtype:

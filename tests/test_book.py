@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp import DDP, clip_gradients_, fill_buckets
-from tests.common import raises
+from ddp import DDP, bucket_bytes, clip_gradients_, fill_buckets
+from tests.common import native, raises
 from tests.params import ROOT
 from verify import same_bits
 from zero import Zero1, Zero2, Zero3
@@ -370,6 +370,7 @@ def discarded(run):
         with run.held_back():
             run.backward(40)
         zero_grad(set_to_none=set_to_none)
+        optimizer.step()  # there is nothing to step with but momentum
         run.backward(step)
         optimizer.step()
         optimizer.zero_grad()
@@ -383,6 +384,54 @@ def discarded_after_means(run):
         with run.held_back():
             run.backward(40)
         optimizer.zero_grad(set_to_none)
+        run.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def one_by_hand(run):
+    """The memory of a small parameter is another, of which most ranks have nothing."""
+    optimizer = sgd(run)
+    for step in range(3):
+        run.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        smallest = min(run.module.parameters(), key=torch.numel)
+        assert smallest.numel() == 1
+        *_, last = run.model.parameters()
+        last.data = last.data + 0.1
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+def forwards_raise(run):
+    """A script goes on after forwards that raise: with a step, and with changes by hand."""
+    optimizer = sgd(run)
+    for step in range(4):
+        run.backward(2 * step)
+        with run.module.blocks[step % 3].register_forward_pre_hook(fail):
+            raises(ZeroDivisionError, "", run.loss, 40)
+        if step % 2 == 0:
+            run.backward(2 * step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        with run.module.blocks[0].register_forward_pre_hook(fail):
+            raises(ZeroDivisionError, "", run.loss, 40)
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.mul_(0.9)
+
+
+def in_inference_mode(run):
+    """Evaluated so when parameters have new memory."""
+    optimizer = sgd(run)
+    for step in range(3):
+        for p in run.model.parameters():
+            p.data = p.data.clone()
+        with torch.inference_mode():
+            run.loss(70)
         run.backward(step)
         optimizer.step()
         optimizer.zero_grad()
@@ -414,9 +463,6 @@ def raised(run):
     """A backward that raises in the middle, and a step that begins anew."""
     optimizer = sgd(run)
     for step in range(3):
-        def fail(gradient):
-            raise ZeroDivisionError
-
         hook = run.module.blocks[1].register_forward_hook(
             lambda module, inputs, output: output.register_hook(fail) and None)
         raises(ZeroDivisionError, "", run.backward, 40)
@@ -460,9 +506,9 @@ def in_autocast(run):
 
 
 SCRIPTS = [plain, of_module, several_forwards, sam, swapped, as_a_vector, discarded, raised,
-           closures, kept_gradients, in_autocast]
+           closures, kept_gradients, in_autocast, one_by_hand, in_inference_mode]
 # DDP refuses these: each rank would add the sum before.
-OF_STAGES = [sums_that_go_on, discarded_after_means, parts_of_optimizers]
+OF_STAGES = [sums_that_go_on, discarded_after_means, parts_of_optimizers, forwards_raise]
 ROWS = [*itertools.product(MODULES, [plain], WRAPPERS),
         *itertools.product(["net"], SCRIPTS[1:], WRAPPERS),
         *itertools.product(["net"], OF_STAGES, STAGES)]
@@ -477,6 +523,89 @@ def test_right(name, script, wrapper):
     script(run)
     same_bits(real(expected.whole()), real(run.whole()), f"{script.__name__} of {name}")
     script(run)  # nothing is left behind that would raise
+
+
+def leaves_no_sync_early(run):
+    """A hook leaves no_sync() while a backward is under way: that was in it."""
+    optimizer = sgd(run)
+    for step in range(2):
+        stack = contextlib.ExitStack()
+        stack.enter_context(run.held_back())
+
+        def leave(module, inputs, output):
+            output.register_hook(lambda gradient: stack.close())
+
+        with run.module.blocks[1].register_forward_hook(leave):
+            run.backward(2 * step)
+        run.backward(2 * step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_no_sync_is_left_early(wrapper):
+    """Each rank adds up its own micro-steps first, which rounds in another way."""
+    run = OnRanks(WRAPPERS[wrapper], Net)
+    leaves_no_sync_early(run)
+    expected = InOneProcess(Net)
+    leaves_no_sync_early(expected)
+    for name, p in run.whole().items():
+        assert torch.allclose(p, expected.whole()[name], atol=1e-6), name
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_collectives_of_accelerators(wrapper):
+    """What is sent where tensors are not on a CPU; the group takes it from these, too."""
+    with native():
+        run = OnRanks(WRAPPERS[wrapper], Net)
+        plain(run)
+    expected = InOneProcess(Net)
+    plain(expected)
+    same_bits(expected.whole(), run.whole())
+
+
+STEP = """
+start: unshard the root             forward
+wait: unshard the root
+start: unshard blocks.0
+wait: unshard blocks.0
+start: unshard blocks.1
+wait: unshard blocks.1
+free: blocks.0
+start: unshard blocks.2
+wait: unshard blocks.2
+start: reduce the bucket from blocks.2.down.bias on
+free: blocks.2
+start: unshard blocks.0
+wait: reduce the bucket from blocks.2.down.bias on
+start: reduce the bucket from blocks.1.down.bias on
+wait: unshard blocks.0
+wait: reduce the bucket from blocks.1.down.bias on
+start: reduce the bucket from blocks.0.down.bias on
+wait: reduce the bucket from blocks.0.down.bias on
+start: reduce the bucket from last.bias on
+wait: reduce the bucket from last.bias on
+free: the root
+free: blocks.1
+free: blocks.0
+"""
+
+
+@pytest.mark.ranks(2)
+def test_a_step_is_as_the_table_says():
+    """Of zero.py, with a root and blocks 0, 1 and 2."""
+    model = Zero3(Net())
+    model(inputs(0)).backward()  # learns the order
+    model.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(inputs(0)).backward()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    kinds = ("start:", "wait:", "free:")
+    seen = [event.name for event in events if event.name.startswith(kinds)]
+    expected = [line.split("  ")[0] for line in STEP.strip().splitlines()]
+    assert seen == expected, "\n".join(["", *seen])
 
 
 @pytest.mark.ranks(3, 4)
@@ -583,6 +712,8 @@ def test_param_dtype(wrapper):
             if p.grad is not None:
                 gradient = p.grad.float()
                 expected[name] = gradient if number == 0 else expected[name] + gradient
+    with torch.inference_mode():
+        run.loss(0, cast)
     run.backward(0, cast)
     optimizer.step()
     for name, p in run.whole().items():
@@ -625,6 +756,13 @@ def test_exposed_seconds():
     begun_s = time.perf_counter()
     plain(run)
     assert 0 < run.model.exposed_s < time.perf_counter() - begun_s
+
+
+def test_bucket_bytes():
+    """25 MB, more for many ranks, or what is asked for."""
+    assert bucket_bytes(2, None) == 25 * 2**20
+    assert bucket_bytes(1024, None) == 1024 * 2**18
+    assert bucket_bytes(1024, 0.5) == 2**19
 
 
 def test_fill_buckets():
@@ -685,6 +823,33 @@ def reentrant(kind):
 
     model = wrapped(kind, Net(Reentrant))
     model(inputs(0)).backward()
+
+
+def goes_on_after_an_error(kind, zero_grad=None):
+    """A part of the gradients has been sent when a backward raises, and they are still there."""
+    model = wrapped(kind, **SMALL)
+
+    def fail_later(module, inputs, output):
+        output.register_hook(fail)
+
+    with model.module.blocks[0].register_forward_hook(fail_later):
+        raises(ZeroDivisionError, "", model(inputs(0)).backward)
+    if zero_grad is not None:
+        zero_grad(model)
+    model(inputs(0)).backward()
+
+
+def zeros_after_an_error(kind):
+    goes_on_after_an_error(kind, lambda model: model.zero_grad(set_to_none=False))
+
+
+def zeroes_too_late(kind):
+    model = wrapped(kind)
+    losses = [model(inputs(step)) for step in range(2)]
+    with model.no_sync():
+        losses[0].backward()
+    model.zero_grad()
+    losses[1].backward()
 
 
 def only_inputs(kind):
@@ -962,6 +1127,8 @@ def loads_another_state(kind):
 
 
 REFUSED = {
+    goes_on_after_an_error: "has raised when .*call zero_grad.set_to_none=True",
+    zeros_after_an_error: "has raised when .*call zero_grad.set_to_none=True",
     skip_a_gradient: "no gradient of .*blocks.1.down|no gradient of extra.weight, extra.bias",
     skip_on_one_rank: "rank [01]: a backward has brought no gradient of extra.",
     reentrant: "use_reentrant=False", only_inputs: "no gradient of .*autograd.grad",
@@ -989,6 +1156,7 @@ REFUSED_BY_STAGES = {
     foreign_unit: "a Linear that is not inside of the module",
     root_as_unit: "a Net that is not inside", other_units: "Rank 0 has .*'blocks.0'.*; rank 1 has ",
     other_param_dtype: "rank 1 has .*bfloat16",
+    zeroes_too_late: "gradients are left of another backward",
     copied: "neither copied nor pickled", pickled: "neither copied nor pickled",
     step_while_held: "a step while gradients are held back, such as that of blocks.2",
     clip_while_held: "clip_grad_norm_.. while gradients are held back",
