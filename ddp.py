@@ -38,6 +38,7 @@ What it asks of a script. The first list it checks, and raises RuntimeError, nam
     the first averaged backward it does not see.)
   - Each backward outside of no_sync() brings a gradient of every trained parameter, dense, without
     a graph of its own. (autograd.grad() is for no_sync(); checkpointing wants use_reentrant=False.)
+  - After a backward that has raised, zero_grad(set_to_none=True) comes before the next one.
   - Two averaged backwards have zero_grad(set_to_none=True) between them if gradients are sums, as
     after set_gradient_divide_factor(1). Otherwise every rank would add the first sum once more.
 

@@ -84,8 +84,9 @@ They ask of a script what ddp.py asks, and more. They check, and raise RuntimeEr
 
 They do not check:
 
-  - Shards are changed by an optimizer, in place under torch.no_grad(), or by p.data = ... What is
-    written into p.data, as by p.data.add_(), is not noticed in Zero1 and Zero2.
+  - Shards are changed by an optimizer, in place under torch.no_grad(), or by p.data = ..., and not
+    between a forward and its backward. What is written into p.data, as by p.data.add_(), is not
+    noticed in Zero1 and Zero2.
   - The optimizer works element by element (not Muon, LBFGS or Adafactor). Clip with
     clip_grad_norm_(): torch's function takes the norm of one rank's shards for that of all. In fp16
     take torch's ShardedGradScaler: all ranks have to skip the same steps.
@@ -471,8 +472,10 @@ class Zero1(Reducer):
 
     def _begin_backward(self):
         has_raised = any(bucket.reduction is not None for bucket in self.buckets)
-        if has_raised and any(shard.grad is not None for shard in self.parameters()):
-            self._refuse_after_error()
+        if has_raised:
+            for shard in self.parameters():
+                if shard.grad is not None and shard.grad.any():
+                    self._refuse_after_error()
         # One gradient may be there: that by which this backward has been noticed.
         if len(self._zeroed()) > 1:
             self._refuse("gradients are left of another backward, in no_sync() or one that has "
