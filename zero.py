@@ -184,11 +184,13 @@ class ShardedBucket(Bucket):
         self.firsts, self.shard_layouts = [], []
         size = self.n // self.group.size()
         chunk_begin = size * self.group.rank()
+        chunk_end = chunk_begin + size
         for shape, _, begin in self.layouts:
             n = shape.numel()
-            # Where the chunk begins and ends, seen from the parameter; and the nearest in it.
+            # Where the chunk begins and ends, counted from the parameter's begin, if that is in the
+            # parameter; else the nearest place that is.
             first = min(max(chunk_begin - begin, 0), n)
-            end = min(max(chunk_begin + size - begin, 0), n)
+            end = min(max(chunk_end - begin, 0), n)
             place = begin + first - chunk_begin if end > first else 0
             ones = (1,) * max(1, len(shape))
             self.firsts.append(first)
@@ -613,12 +615,12 @@ class Zero1(Reducer):
     def full_state_dict(self) -> dict[str, Tensor]:
         """What state_dict() of the module would be, on every rank. A collective."""
         whole = dict(self.full_parameters())
-        state = {}
-        for name, value in self.module.state_dict(keep_vars=True).items():
+        state = self.module.state_dict(keep_vars=True)
+        for name, value in state.items():
             if isinstance(value, nn.Parameter):
                 state[name] = whole[self._names[value]]
-            else:
-                state[name] = value.clone() if isinstance(value, Tensor) else value
+            elif isinstance(value, Tensor):
+                state[name] = value.clone()
         return state
 
     @torch.no_grad()
@@ -761,7 +763,7 @@ class Zero3(Zero2):
     @torch.compiler.disable
     def _begin_recipes(self, *_):
         if not in_backward():
-            self._recipes = saved_tensors_hooks(self._pack, call)
+            self._recipes = saved_tensors_hooks(self._pack, lambda recipe: recipe())
             self._recipes.__enter__()
 
     @torch.compiler.disable
@@ -806,7 +808,3 @@ class Zero3(Zero2):
         if not bucket.is_unsharded:
             self._use(bucket.unit)
         return bucket.whole.as_strided(*layout)
-
-
-def call(recipe):
-    return recipe()

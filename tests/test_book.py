@@ -673,6 +673,10 @@ def test_whole_states(wrapper):
     raises(RuntimeError, 'Unexpected key.*"x"', other.model.load_full_state_dict,
            state | {"x": torch.ones(1), "last.bias": torch.ones(1)})
     same_bits(run.whole(), other.whole())
+    raises(RuntimeError, 'Unexpected key.*"x"', run.model.load_full_state_dict,
+           state | {"x": torch.ones(1), "last.bias": torch.ones(1)})
+    with torch.no_grad():
+        assert torch.equal(run.model(inputs(0)), module(inputs(0))), "a part was loaded"
     starts = other.model.shard_starts()
     for name, p in other.model.named_parameters():
         assert p.whole_shape == state[name].shape and p.whole_stride == state[name].stride()
