@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp import DDP, bucket_bytes, clip_gradients_, fill_buckets
 from tests.common import native, raises
+from tests.messages import messages
 from tests.params import ROOT
 from verify import same_bits
 from zero import Zero1, Zero2, Zero3
@@ -559,9 +560,11 @@ def test_no_sync_is_left_early(wrapper):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_collectives_of_accelerators(wrapper):
     """What is sent where tensors are not on a CPU; the group takes it from these, too."""
-    with native():
+    with native(), messages() as sent:
         run = OnRanks(WRAPPERS[wrapper], Net)
         plain(run)
+    operations = " ".join(sorted({message.operation for message in sent}))
+    assert not re.search("send|recv", operations), operations
     expected = InOneProcess(Net)
     plain(expected)
     same_bits(expected.whole(), run.whole())
