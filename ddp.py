@@ -374,8 +374,7 @@ class Reducer(nn.Module):
     # ---- a backward
 
     def _watch(self, buckets):
-        """Hook the trained parameters of buckets. The hooks go when self goes. (Python's garbage
-        collector does not see what the hooks of a parameter hold, so they do not hold self.)"""
+        """Hook the trained parameters of buckets."""
         self.buckets, self._bucket_of = [], {}
         for bucket in buckets:
             self._bucket_of.update(dict.fromkeys(bucket.names, bucket))
@@ -383,9 +382,14 @@ class Reducer(nn.Module):
                 continue
             self.buckets.append(bucket)
             for name, p in zip(bucket.names, bucket.parameters):
-                hook = functools.partial(Reducer._gradient_is_complete, weakref.proxy(self), name)
-                handle = p.register_post_accumulate_grad_hook(hook)
-                weakref.finalize(self, handle.remove)
+                self._hook(p.register_post_accumulate_grad_hook, Reducer._gradient_is_complete,
+                           name)
+
+    def _hook(self, register, method, *first):
+        """Register a hook that calls method(self, *first, ...), and goes when self goes. (Python's
+        garbage collector does not see what the hooks of a parameter hold, so they hold nothing.)"""
+        hook = functools.partial(method, weakref.proxy(self), *first)
+        weakref.finalize(self, register(hook).remove)
 
     def _notice_backward(self):
         """At each sign of a backward: the first one begins it."""

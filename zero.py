@@ -98,7 +98,6 @@ They do not check:
 
 import functools
 import math
-import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -324,15 +323,6 @@ def parameters_of_root(module: nn.Module, units: list[nn.Module]) -> set[nn.Para
     return of_root
 
 
-@torch.compiler.disable
-def after_any_step(wrapper: weakref.ref, optimizer: torch.optim.Optimizer, *_) -> None:
-    """A hook of all optimizers, which stays when the wrapper has gone. (The garbage collector may
-    take a wrapper while torch goes through these hooks, and then none of them must be removed.)"""
-    zero = wrapper()
-    if zero is not None:
-        zero._after_step(optimizer)
-
-
 def in_backward() -> bool:
     """A forward in a backward is that of activation checkpointing, which computes a part anew."""
     return torch._C._current_graph_task_id() != -1
@@ -378,7 +368,7 @@ class Zero1(Reducer):
         self._used = []  # units, in the order in which the last forward has called them
         for unit in self.units:
             self._hook_unit(unit)
-        register_optimizer_step_post_hook(functools.partial(after_any_step, weakref.ref(self)))
+        self._hook(register_optimizer_step_post_hook, Zero1._after_step)  # of any optimizer
 
     def _check_units(self, units, names):
         for unit, name in zip(units, names):
@@ -564,7 +554,8 @@ class Zero1(Reducer):
 
     # ---- step
 
-    def _after_step(self, optimizer):
+    @torch.compiler.disable
+    def _after_step(self, optimizer, *_):
         stepped = set()
         for group in optimizer.param_groups:
             stepped.update(map(id, group["params"]))

@@ -314,9 +314,8 @@ class Wrapper(torch.nn.Module):
 
     def _hook_steps(self, register, method):
         """Make method a hook of all optimizers, by a function of torch.optim. Disabled, or
-        torch.compile(optimizer.step) would trace it. It stays when self goes: the garbage collector
-        may take self while torch goes through these hooks, and then none must be removed."""
-        register(torch.compiler.disable(weakly(method)))
+        torch.compile(optimizer.step) would trace it."""
+        self._add_hook(register, torch.compiler.disable(weakly(method)))
 
     def _refuse(self, fact):
         raise RuntimeError(f"{self._get_name()}: {fact}")
@@ -1299,13 +1298,11 @@ def in_backward():
 
 
 def weakly(method, *first):
-    """A hook that calls method with the arguments in first, as long as its object is alive, which
-    it does not keep alive."""
+    """A hook that calls method with the arguments in first, and does not keep its object alive."""
     function, weak_self = method.__func__, weakref.ref(method.__self__)
 
     def hook(*arguments):
-        self = weak_self()
-        return function(self, *first, *arguments) if self is not None else None
+        return function(weak_self(), *first, *arguments)
 
     return hook
 
