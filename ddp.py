@@ -385,11 +385,12 @@ class Reducer(nn.Module):
                 self._hook(p.register_post_accumulate_grad_hook, Reducer._gradient_is_complete,
                            name)
 
-    def _hook(self, register, method, *first):
-        """Register a hook that calls method(self, *first, ...), and goes when self goes. (Python's
-        garbage collector does not see what the hooks of a parameter hold, so they hold nothing.)"""
+    def _hook(self, register, method, *first, **options):
+        """Register a hook that calls method(self, *first, ...). It goes with self, which it does not
+        keep: so a wrapper that is dropped goes at once. (Else the garbage collector would remove
+        the hook some time later, perhaps while torch goes through its hooks.)"""
         hook = functools.partial(method, weakref.proxy(self), *first)
-        weakref.finalize(self, register(hook).remove)
+        weakref.finalize(self, register(hook, **options).remove)
 
     def _notice_backward(self):
         """At each sign of a backward: the first one begins it."""

@@ -402,10 +402,9 @@ class Zero1(Reducer):
         self._watch(self._all_buckets)
 
     def _hook_unit(self, unit):
-        pre_forward = functools.partial(self._pre_forward, unit)
-        unit.module.register_forward_pre_hook(pre_forward, prepend=True)
+        self._hook(unit.module.register_forward_pre_hook, Zero1._pre_forward, unit, prepend=True)
         if unit is self.root:
-            unit.module.register_forward_hook(self._end_forward)
+            self._hook(unit.module.register_forward_hook, Zero1._end_forward)
 
     # ---- forward
 
@@ -694,11 +693,11 @@ class Zero3(Zero2):
 
     def _hook_unit(self, unit):
         super()._hook_unit(unit)
-        unit.module.register_forward_hook(functools.partial(self._post_forward, unit))
+        self._hook(unit.module.register_forward_hook, Zero3._post_forward, unit)
         if unit is self.root:
-            unit.module.register_forward_pre_hook(self._begin_recipes)
+            self._hook(unit.module.register_forward_pre_hook, Zero3._begin_recipes)
             # always_call: also if the forward raises.
-            unit.module.register_forward_hook(self._end_recipes, always_call=True)
+            self._hook(unit.module.register_forward_hook, Zero3._end_recipes, always_call=True)
 
     # ---- the way
 
