@@ -386,9 +386,9 @@ class Reducer(nn.Module):
                            name)
 
     def _hook(self, register, method, *first, **options):
-        """Register a hook that calls method(self, *first, ...). It goes with self, which it does not
-        keep: so a wrapper that is dropped goes at once. (Else the garbage collector would remove
-        the hook some time later, perhaps while torch goes through its hooks.)"""
+        """Register a hook that calls method(self, *first, ...). It goes with self, and does not
+        keep self: so a wrapper that is dropped goes at once. (Else the garbage collector would
+        remove the hook some time later, perhaps while torch goes through its hooks.)"""
         hook = functools.partial(method, weakref.proxy(self), *first)
         weakref.finalize(self, register(hook, **options).remove)
 
