@@ -377,7 +377,8 @@ class Reducer(nn.Module):
         """Hook the trained parameters of buckets."""
         self.buckets, self._bucket_of = [], {}
         for bucket in buckets:
-            self._bucket_of.update(dict.fromkeys(bucket.names, bucket))
+            for name in bucket.names:
+                self._bucket_of[name] = bucket
             if not bucket.parameters[0].requires_grad:
                 continue
             self.buckets.append(bucket)
