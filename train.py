@@ -44,11 +44,8 @@ reach your line, and give yourself --timeout_s 3600.
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
-import ctypes
 import dataclasses
-import datetime
 import difflib
 import functools
 import gc
@@ -72,13 +69,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from checkpoint import (checkpoint_of, hidden, is_checkpoint, local, Lock, Metrics, newest_first,
-                        problem_of, publish, read_record, rewind, sharded_state, tidy)
+from checkpoint import local, sharded_state
 from data import (block_order, choose_tokenizer, count_blocks, encode_prompt, fingerprint,
                   load_tokenizer, load_tokens, read_blocks, ReadAhead, tokenize)
 from ddp import clip_gradients_, DDP, total_norm
 from model import GPT, GPTConfig, PRESETS
-from oracle import average_gradients, broadcast_parameters, kinds_of_devices, take_device
+from oracle import average_gradients, broadcast_parameters
+from runs import (check_ranks_agree, checkpoint_of, choose_device, count, from_rank_0, gather,
+                  hidden, is_checkpoint, is_explained, leave, Lock, Metrics, newest_first,
+                  note_signals, on_rank_0, one_line, problem_of, publish, read_record, refuse,
+                  rewind, say, say_sharing, start_process_group, STOP_SIGNALS,
+                  take_deterministic_kernels, tidy, together)
 from zero import Zero1, Zero2, Zero3
 
 # -------------------------------------------------------------------------------------------------
@@ -324,7 +325,6 @@ def check_compiler():
 # -------------------------------------------------------------------------------------------------
 # a run
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MAX_SKIPPED_STEPS = 20  # in a row, for a loss or gradients that are not finite; then a run stops
 
 
@@ -484,21 +484,6 @@ def finish(run):
         from extras import llama
         llama.export(run.model, run.gpt.config, config.export_hf, run.tokenizer.eot_token)
     return 0 if run.saved else 1
-
-
-def note_signals(signals):
-    """Let SIGINT and SIGTERM be noted in a list, so that all ranks finish the step. A second one
-    ends the process at once; under torchrun, which passes on what a terminal has sent to all, a
-    third."""
-    most = 2 if "TORCHELASTIC_RUN_ID" in os.environ else 1
-
-    def note(number, frame):
-        signals.append(number)
-        if len(signals) > most:
-            os._exit(128 + number)
-
-    for number in STOP_SIGNALS:
-        signal.signal(number, note)
 
 
 def is_due(step, interval, also=None):
@@ -1228,180 +1213,6 @@ def write_metrics(metrics, entry):
         say(f"train.py: step {entry['step']} is not yet in the metrics: {error}", sys.stderr)
 
 
-# -------------------------------------------------------------------------------------------------
-# ranks: how they meet and agree
-#
-# Ranks that disagree hang: one leaves, the others wait for it in their next collective. So what can
-# fail on one rank by itself runs in `together` or `on_rank_0`, after which all ranks go on or all
-# stop. SystemExit with a text is a user's mistake, or a run that cannot sensibly go on. `main` says
-# it in one line. (extras/ import some of this from train: another copy of this file's functions
-# beside those of __main__, which does no harm, as there is no state in the module.)
-
-
-def choose_device(kind):
-    """--device, None for the accelerator, if any -> this rank's torch.device, which other ranks may
-    have, too: see `take_device`. Refuses where there is no such device, and where ranks would share
-    one by a backend other than NCCL, which is the only one that is known to do it."""
-    kinds = kinds_of_devices()
-    if kind is None:
-        kind = kinds[-1]
-    if kind not in kinds:
-        raise SystemExit(f"--device {kind} is not on this machine: choose {' or '.join(kinds)}")
-    local_rank, n_local, n_devices = local_numbers(kind)
-    backend = dist.get_default_backend_for_device(kind)
-    if n_local > n_devices and backend != "nccl":
-        raise SystemExit(f"--device {kind}: torchrun started {n_local} ranks here, for "
-                         f"{count(n_devices, 'device')}, and {backend} cannot share a device: "
-                         "start fewer ranks, or choose --device cpu")
-    return take_device(kind, local_rank, n_local)
-
-
-def local_numbers(kind):
-    """Of this host: (this rank's number, how many ranks it has, how many devices of this kind). A
-    CPU counts as one for each rank."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    n_devices = n_local if kind == "cpu" else torch.accelerator.device_count()
-    return local_rank, n_local, n_devices
-
-
-def say_sharing(kind):
-    """Print on rank 0 that ranks share devices, where they do."""
-    _, n_local, n_devices = local_numbers(kind)
-    if n_local > n_devices:
-        say(f"{n_local} ranks share {count(n_devices, 'device')}: times say nothing")
-
-
-def take_deterministic_kernels():
-    """--deterministic: from now on torch takes kernels that add in one order, where it has others,
-    such as attention's backward, which adds by atomics. An operation that has none raises."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and changes no bit
-    torch.use_deterministic_algorithms(True)
-
-
-def start_process_group(device, timeout_s):
-    """Join the other ranks, of which there are none without torchrun."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1  # a SIGTERM to this rank when torchrun's agent ends, however it ends
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    store, rank, W = dist.HashStore(), 0, 1
-    if "RANK" in os.environ:
-        store, rank, W = next(dist.rendezvous("env://", timeout=timeout))
-        store = meet(store, rank, W, timeout)
-    dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
-                            world_size=W, timeout=timeout)
-
-
-def meet(store, rank, W, timeout):
-    """store, torchrun's, under a prefix that only the ranks of this start know.
-
-    torchrun may keep its store over restarts (torch 2.13), and in it the addresses of dead ranks,
-    for which new ranks would wait. It counts restarts, but per node, so the count is no prefix that
-    ranks agree on. So rank 0 draws a prefix, and every other rank asks for it under a number that
-    it has drawn itself: an answer to a dead rank is never taken for one's own.
-    """
-    drawn = os.urandom(8).hex()
-    if rank > 0:
-        store.set(f"ask/{rank}", drawn)
-        prefix = store.get(f"answer/{drawn}").decode()  # waits
-        store.set(f"{prefix}/met/{rank}", "")
-        return dist.PrefixStore(prefix, store)
-    deadline_s = time.monotonic() + timeout.total_seconds()
-    peers = range(1, W)
-    while not store.check([f"{drawn}/met/{peer}" for peer in peers]):
-        for peer in peers:
-            if store.check([f"ask/{peer}"]):  # asked by a dead rank, or by the one that waits
-                asked = store.get(f"ask/{peer}").decode()
-                store.set(f"answer/{asked}", drawn)
-        if time.monotonic() > deadline_s:
-            raise SystemExit("some ranks did not start within --timeout_s")
-        time.sleep(0.01)
-    return dist.PrefixStore(drawn, store)
-
-
-def gather(value):
-    """[rank 0's value, rank 1's, ...], of anything that can be pickled. A collective."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def from_rank_0(value):
-    """Rank 0's value. A collective."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def together(function, *arguments):
-    """function(*arguments) on every rank -> this rank's result. What one rank raises stops all of
-    them: a mistake in a line, a bug with its traceback where it has happened. A collective;
-    function itself must not communicate."""
-    result = error = text = None
-    try:
-        result = function(*arguments)
-    except (Exception, SystemExit) as raised:
-        error, text = raised, one_line(raised)
-    texts = gather(text)
-    is_mistake = isinstance(error, (SystemExit, OSError)) or OUT_OF_MEMORY in (text or "")
-    if error is not None and not is_mistake:
-        raise error
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise SystemExit(f"rank {rank}: {text}" if rank else text)
-    return result
-
-
-def on_rank_0(function, *arguments):
-    """function(*arguments) on rank 0 -> its result, on all ranks. What it raises stops all of them.
-    A collective. It may take longer than --timeout_s: it runs in a thread, while ranks meet."""
-    is_first = dist.get_rank() == 0
-    if is_first:
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        future = pool.submit(function, *arguments)
-        pool.shutdown(wait=False)  # or an error here would wait for the function's end
-    is_done = False
-    while not is_done:
-        if is_first:
-            is_done = future in concurrent.futures.wait([future], timeout=0.2).done
-        is_done = from_rank_0(is_done)
-    return from_rank_0(together(future.result if is_first else lambda: None))
-
-
-def check_ranks_agree(facts):
-    """facts: {name: value}. Where ranks have different values, stop all of them, naming the first
-    such fact and the values of all ranks. A collective, of hashes as long as they agree."""
-    hashes = gather(hashlib.sha256(repr(facts).encode()).digest())
-    if len(set(hashes)) == 1:
-        return
-    views = gather(facts)
-    for name in facts:
-        values = [view[name] for view in views]
-        if len(set(values)) > 1:
-            raise SystemExit(f"ranks differ in {name}, which is {values} on ranks 0 to "
-                             f"{len(values) - 1}")
-
-
-def count(n, noun):
-    """1 rank, 2 ranks."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
-
-
-def say(text, file=None):
-    """Print on rank 0. A run does not end because its log is on a full disk."""
-    if dist.get_rank() == 0:
-        with contextlib.suppress(OSError):
-            print(text, file=file, flush=True)
-
-
-# -------------------------------------------------------------------------------------------------
-# how a run ends
-
-OUT_OF_MEMORY = "out of memory"
-
-
 def main():
     """Ends with 0; 2, and one line, for a user's mistake; 128 + its number after a signal; 1, and
     one line with the step, for what fails later, such as another rank."""
@@ -1432,49 +1243,6 @@ def main():
     # Or Python would end with 120 where a full disk has not taken all of the log.
     sys.stdout = sys.stderr = None
     sys.exit(status)
-
-
-def refuse(text, status=2):
-    """Leave for a reason that all ranks have. The first one of a host says it. The others wait for
-    the SIGTERM that they get from torchrun then: if they left first, the first one might get it
-    before it speaks. (If only this one has failed after all, it says so after a while.)"""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
-        time.sleep(5)
-    leave(text, status)
-
-
-def leave(text, status):
-    """Say in one line why the run stops, and leave at once. That closes this rank's connections, by
-    which the others come to know."""
-    with contextlib.suppress(OSError):  # a full disk
-        print(f"train.py: {' '.join(text.split())}", file=sys.stderr, flush=True)
-    os._exit(status)
-
-
-def one_line(error):
-    """Its text, of which a compiler's may be very long."""
-    text = " ".join(str(error).split())[:2000]
-    if isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    is_cpus = isinstance(error, MemoryError) or "DefaultCPUAllocator" in text
-    if is_cpus or isinstance(error, torch.OutOfMemoryError):
-        text = (f"{OUT_OF_MEMORY}: {text}. What takes less: a smaller --micro_batch_size, "
-                "--activation_checkpointing, --mode zero3 on more ranks, fewer ranks on a device, "
-                "or a smaller model")
-    return text
-
-
-def is_explained(error):
-    """Whether error needs no traceback: memory is out; or a collective has failed, as it does where
-    another rank has died or hangs; or --deterministic asks for more than there is. Only the text
-    tells: gloo, for one, raises plain RuntimeErrors."""
-    if isinstance(error, (dist.DistError, torch.OutOfMemoryError, ConnectionError)):
-        return True
-    words = ("onnection", "imed out", "gloo", "pair closure", OUT_OF_MEMORY,
-             "deterministic implementation", "CUBLAS_WORKSPACE_CONFIG")
-    is_plain = isinstance(error, (RuntimeError, MemoryError))
-    return is_plain and any(word in one_line(error) for word in words)
 
 
 if __name__ == "__main__":

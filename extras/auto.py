@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import train
 from data import micro_batches
+from runs import gather, local_numbers, say
 
 
 def bytes_for_a_rank(config, device):
@@ -24,9 +25,9 @@ def bytes_for_a_rank(config, device):
     if device.type == "cpu":
         raise SystemExit("--micro_batch_size auto needs --memory_limit_gb on a CPU")
     free, _ = torch.accelerator.get_memory_info(device)
-    local_rank, n_local, n_devices = train.local_numbers(device.type)
+    local_rank, n_local, n_devices = local_numbers(device.type)
     n_sharers = len(range(local_rank % n_devices, n_local, n_devices))
-    return min(train.gather(free / n_sharers))
+    return min(gather(free / n_sharers))
 
 
 def reset_peak(device):
@@ -76,7 +77,7 @@ def largest_micro_batch(config, gpt_config, device):
         bytes_per_sequence = max(1, peaks[-1] - peaks[-2]) / (size / 2)
         room = limit - peaks[-2]  # beside size / 2
         own_most = size / 2 + room / bytes_per_sequence if room >= 0 else 0
-        most = min(share, *train.gather(own_most))
+        most = min(share, *gather(own_most))
         size *= 2
     del model, optimizers
     gc.collect()  # hooks and modules are in reference cycles
@@ -86,5 +87,5 @@ def largest_micro_batch(config, gpt_config, device):
     fact = f"size 1 takes {1e-9 * peaks[0]:.2f} GB, and the limit is {1e-9 * limit:.2f}"
     if not fitting:
         raise SystemExit(f"--micro_batch_size auto: {fact}")
-    train.say(f"micro batch size {fitting[-1]}: {fact}")
+    say(f"micro batch size {fitting[-1]}: {fact}")
     return fitting[-1]

@@ -15,7 +15,7 @@ import pathlib
 import torch
 import torch.distributed as dist
 
-from train import on_rank_0
+from runs import on_rank_0
 
 # GPTConfig's names and Llama's.
 LLAMA_SIZES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_embd": "hidden_size",
