@@ -1,45 +1,61 @@
 # nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
-"""What a program with ranks needs beside a model: ranks that meet and agree, the folder of a run, how
-a run ends."""
+"""What any program with ranks needs beside its model. Replaces a launcher's library and a framework
+of callbacks. Each part keeps a promise:
 
+    ranks     no rank waits for one that has left: all go on, or all stop, for a reason that is said
+    flags     a mistake is one line and status 2, before anything is written
+    folder    one run at a time; a checkpoint is complete or not there; nothing is lost
+    end       a signal lets the step be finished; the status says how the run has ended
+
+Ranks that disagree hang: one leaves, and the others wait for it in their next collective. So what
+can fail on one rank alone runs in `together` or `on_rank_0`, after which all ranks go on, or all
+stop. SystemExit with a text is a user's mistake, or a run that cannot sensibly go on. `end_with`
+says it in one line.
+
+docs/using.md has a loop of ten lines that goes on where it was killed: `find_checkpoint`, `load`,
+`Folder.begin`, `save`.
+"""
+
+import argparse
 import concurrent.futures
 import contextlib
 import ctypes
+import dataclasses
 import datetime
+import difflib
 import fcntl
+import gc
 import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from oracle import kinds_of_devices, take_device
 
 # -------------------------------------------------------------------------------------------------
-# ranks: how they meet and agree
-#
-# Ranks that disagree hang: one leaves, the others wait for it in their next collective. So what can
-# fail on one rank by itself runs in `together` or `on_rank_0`, after which all ranks go on or all
-# stop. SystemExit with a text is a user's mistake, or a run that cannot sensibly go on. `main` says
-# it in one line. (extras/ import some of this from train: another copy of this file's functions
-# beside those of __main__, which does no harm, as there is no state in the module.)
+# ranks
 
 
-def choose_device(kind):
-    """--device, None for the accelerator, if any -> this rank's torch.device, which other ranks may
-    have, too: see `take_device`. Refuses where there is no such device, and where ranks would share
-    one by a backend other than NCCL, which is the only one that is known to do it."""
+def choose_device(kind: str | None) -> torch.device:
+    """This rank's device, which other ranks may have, too: see `take_device`. kind: such as cuda;
+    None for the accelerator, if there is one. Refuses where there is no such device, and where
+    ranks would share one by a backend other than NCCL, the only one that is known to do it."""
     kinds = kinds_of_devices()
-    if kind is None:
-        kind = kinds[-1]
+    kind = kind or kinds[-1]
     if kind not in kinds:
         raise SystemExit(f"--device {kind} is not on this machine: choose {' or '.join(kinds)}")
     local_rank, n_local, n_devices = local_numbers(kind)
@@ -51,7 +67,7 @@ def choose_device(kind):
     return take_device(kind, local_rank, n_local)
 
 
-def local_numbers(kind):
+def local_numbers(kind: str) -> tuple[int, int, int]:
     """Of this host: (this rank's number, how many ranks it has, how many devices of this kind). A
     CPU counts as one for each rank."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -60,23 +76,9 @@ def local_numbers(kind):
     return local_rank, n_local, n_devices
 
 
-def say_sharing(kind):
-    """Print on rank 0 that ranks share devices, where they do."""
-    _, n_local, n_devices = local_numbers(kind)
-    if n_local > n_devices:
-        say(f"{n_local} ranks share {count(n_devices, 'device')}: times say nothing")
-
-
-def take_deterministic_kernels():
-    """--deterministic: from now on torch takes kernels that add in one order, where it has others,
-    such as attention's backward, which adds by atomics. An operation that has none raises."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and changes no bit
-    torch.use_deterministic_algorithms(True)
-
-
-def start_process_group(device, timeout_s):
-    """Join the other ranks, of which there are none without torchrun."""
+def start_process_group(device: torch.device, timeout_s: float) -> None:
+    """Join the other ranks, of which there are none without torchrun. timeout_s bounds every
+    collective from now on."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         PR_SET_PDEATHSIG = 1  # a SIGTERM to this rank when torchrun's agent ends, however it ends
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -84,12 +86,12 @@ def start_process_group(device, timeout_s):
     store, rank, W = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, W = next(dist.rendezvous("env://", timeout=timeout))
-        store = meet(store, rank, W, timeout)
+        store = meet(store, rank, W, timeout_s)
     dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
                             world_size=W, timeout=timeout)
 
 
-def meet(store, rank, W, timeout):
+def meet(store: dist.Store, rank: int, W: int, timeout_s: float) -> dist.Store:
     """store, torchrun's, under a prefix that only the ranks of this start know.
 
     torchrun may keep its store over restarts (torch 2.13), and in it the addresses of dead ranks,
@@ -103,7 +105,7 @@ def meet(store, rank, W, timeout):
         prefix = store.get(f"answer/{drawn}").decode()  # waits
         store.set(f"{prefix}/met/{rank}", "")
         return dist.PrefixStore(prefix, store)
-    deadline_s = time.monotonic() + timeout.total_seconds()
+    deadline_s = time.monotonic() + timeout_s
     peers = range(1, W)
     while not store.check([f"{drawn}/met/{peer}" for peer in peers]):
         for peer in peers:
@@ -116,7 +118,7 @@ def meet(store, rank, W, timeout):
     return dist.PrefixStore(drawn, store)
 
 
-def gather(value):
+def gather(value) -> list:
     """[rank 0's value, rank 1's, ...], of anything that can be pickled. A collective."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -130,42 +132,39 @@ def from_rank_0(value):
     return values[0]
 
 
-def together(function, *arguments):
+def together(function: Callable, *arguments):
     """function(*arguments) on every rank -> this rank's result. What one rank raises stops all of
-    them: a mistake in a line, a bug with its traceback where it has happened. A collective;
-    function itself must not communicate."""
-    result = error = text = None
-    try:
-        result = function(*arguments)
-    except (Exception, SystemExit) as raised:
-        error, text = raised, one_line(raised)
-    texts = gather(text)
-    is_mistake = isinstance(error, (SystemExit, OSError)) or OUT_OF_MEMORY in (text or "")
+    them: a mistake in a line, a bug with its traceback where it has happened.
+
+    A collective, but function itself must not communicate. It may take longer than the timeout of
+    collectives: it runs in a thread, while ranks meet.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    future = pool.submit(function, *arguments)
+    pool.shutdown(wait=False)  # or an error here would wait for the function's end
+    are_done = False
+    while not are_done:
+        concurrent.futures.wait([future], timeout=0.2)
+        are_done = all(gather(future.done()))
+    error = future.exception()
+    texts = gather(None if error is None else one_line(error))
+    is_mistake = isinstance(error, (SystemExit, OSError)) or is_out_of_memory(error)
     if error is not None and not is_mistake:
         raise error
     for rank, text in enumerate(texts):
         if text is not None:
-            raise SystemExit(f"rank {rank}: {text}" if rank else text)
-    return result
+            raise SystemExit(f"rank {rank}: {text}" if rank > 0 else text)
+    return future.result()
 
 
-def on_rank_0(function, *arguments):
-    """function(*arguments) on rank 0 -> its result, on all ranks. What it raises stops all of them.
-    A collective. It may take longer than --timeout_s: it runs in a thread, while ranks meet."""
+def on_rank_0(function: Callable, *arguments):
+    """function(*arguments) on rank 0 -> its result, on all ranks. As `together`."""
     is_first = dist.get_rank() == 0
-    if is_first:
-        pool = concurrent.futures.ThreadPoolExecutor(1)
-        future = pool.submit(function, *arguments)
-        pool.shutdown(wait=False)  # or an error here would wait for the function's end
-    is_done = False
-    while not is_done:
-        if is_first:
-            is_done = future in concurrent.futures.wait([future], timeout=0.2).done
-        is_done = from_rank_0(is_done)
-    return from_rank_0(together(future.result if is_first else lambda: None))
+    result = together(function, *arguments) if is_first else together(lambda: None)
+    return from_rank_0(result)
 
 
-def check_ranks_agree(facts):
+def check_ranks_agree(facts: dict) -> None:
     """facts: {name: value}. Where ranks have different values, stop all of them, naming the first
     such fact and the values of all ranks. A collective, of hashes as long as they agree."""
     hashes = gather(hashlib.sha256(repr(facts).encode()).digest())
@@ -174,87 +173,387 @@ def check_ranks_agree(facts):
     views = gather(facts)
     for name in facts:
         values = [view[name] for view in views]
-        if len(set(values)) > 1:
+        if any(value != values[0] for value in values):
             raise SystemExit(f"ranks differ in {name}, which is {values} on ranks 0 to "
                              f"{len(values) - 1}")
 
 
-def count(n, noun):
+def of_all_ranks(own: dict, device: torch.device) -> dict:
+    """{name: this rank's number} -> {name: the numbers of all ranks, in order}. A collective."""
+    table = torch.zeros(dist.get_world_size(), len(own), dtype=torch.float64, device=device)
+    table[dist.get_rank()] = torch.tensor([*own.values()], dtype=torch.float64)
+    dist.all_reduce(table)
+    return dict(zip(own, table.T.tolist()))
+
+
+def peak_mem_bytes(device: torch.device) -> int:
+    """The most this process has held, in bytes: by the accelerator's allocator, or as resident set
+    on a CPU, Python and torch included."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    if sys.platform != "linux":
+        import resource  # macOS, where it is in bytes
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    status = pathlib.Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+
+def count(n: int, noun: str) -> str:
     """1 rank, 2 ranks."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def say(text, file=None):
+def say(text: str, file=None) -> None:
     """Print on rank 0. A run does not end because its log is on a full disk."""
     if dist.get_rank() == 0:
         with contextlib.suppress(OSError):
             print(text, file=file, flush=True)
 
 
+def warn(text: str) -> None:
+    """`say` on stderr, in a line that begins as an error's does."""
+    say(f"{program()}: {text}", sys.stderr)
+
+
+def program() -> str:
+    return os.path.basename(sys.argv[0])
+
+
 # -------------------------------------------------------------------------------------------------
-# the folder of a run: what writes there is for one process, such as rank 0
+# flags: the fields of a dataclass
+
+
+def flag(default, help, least=0, most=1e18, choices=None, needs=None, once=False, empty=False):
+    """A field that is a flag, with this default and this text in --help.
+
+    least, most   of a number
+    choices       words that it can be
+    empty         a text may be empty
+    needs         (another flag, some of its values): else this one does nothing, and is refused
+    once          a run that resumes does not take it from its checkpoint
+    """
+    about = dict(help=help, least=least, most=most, choices=choices, empty=empty, needs=needs,
+                 once=once)
+    return dataclasses.field(default=default, metadata=about)
+
+
+def read_flags(Config: type, doc: str, argv: list[str]) -> dict:
+    """{flag: value} of those that are given. A mistake ends the process, as --help does, whose text
+    is doc and a line or two for each flag."""
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=doc, allow_abbrev=False,
+                                     argument_default=argparse.SUPPRESS,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = leave_together
+    fields = {field.name: field for field in dataclasses.fields(Config)}
+    for name, field in fields.items():
+        choices, text = field.metadata["choices"], field.metadata["help"]
+        if choices:
+            text += f": {', '.join(choices)}"
+        if field.default is not None:
+            text += f" [{field.default!r}]"
+        options = dict(action=argparse.BooleanOptionalAction)
+        if field.type is not bool:
+            options = dict(type=field.type, choices=choices, metavar=field.type.__name__)
+        parser.add_argument(f"--{name}", help=text, **options)
+    given, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        similar = difflib.get_close_matches(word.partition("=")[0].strip("-"), fields, n=2)
+        such_as = f", such as --{' --'.join(similar)}" if similar else ""
+        leave_together(f"there is no flag {word}; --help lists all{such_as}")
+    for name, value in vars(given).items():
+        about = fields[name].metadata
+        if value == "" and not about["empty"]:
+            leave_together(f"--{name} is empty")
+        if not isinstance(value, str) and not about["least"] <= value <= about["most"]:  # nan, too
+            leave_together(f"--{name} {value} is not from {about['least']:g} to "
+                           f"{about['most']:g}")
+    return vars(given)
+
+
+def complete(Config: type, given: dict, saved: dict):
+    """The flags that are given -> a Config. The others are as in saved, those of the checkpoint
+    from which a run goes on, or as in the table.
+
+    A flag that does nothing without another one is refused if it is given, and dropped if it is
+    saved.
+    """
+    known = {name: value for name, value in saved.items() if hasattr(Config, name)}
+    config = Config(**(known | given))
+    for field in dataclasses.fields(Config):
+        if field.metadata["needs"] is None:
+            continue
+        other, values = field.metadata["needs"]
+        if getattr(config, other) in values:
+            continue
+        if given.get(field.name, field.default) != field.default:
+            raise SystemExit(f"--{field.name} needs --{other} {' or '.join(map(str, values))}")
+        setattr(config, field.name, field.default)
+    return config
+
+
+def flags_to_save(config) -> dict:
+    """Those that a run which resumes takes from its checkpoint."""
+    saved = {}
+    for field in dataclasses.fields(config):
+        if not field.metadata["once"]:
+            saved[field.name] = getattr(config, field.name)
+    return saved
+
+
+# -------------------------------------------------------------------------------------------------
+# the folder of a run
 
 RECORD, SUMS = "checkpoint.json", "SHA256SUMS"
 HASHED = (".distcp", ".metadata", RECORD)  # SUMS lists the files whose names end so
 
 
-def checkpoint_of(out_dir: pathlib.Path, step: int) -> pathlib.Path:
-    return out_dir / f"step_{step:08d}"
+class Folder:
+    """The folder of a run, in which one run writes at a time. All of this is for rank 0; `save` and
+    the other functions below are for all ranks.
+
+        step_00000100       a checkpoint: complete, or not there at all
+            __0_0.distcp    slices of parameters and of optimizer state, a file or more per rank
+            .metadata       where each slice is: a pickle of torch.distributed.checkpoint
+            checkpoint.json what the loop knows beside tensors
+            SHA256SUMS      of the other files, in the form of `sha256sum`
+        .step_00000200      one that is not complete
+        best                a link to the best one
+        metrics.jsonl       a line per step
+        earlier/1 and so on what a run that began anew, or went back, has moved aside
+        .lock               held by the run that writes here: its host, pid and step
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = pathlib.Path(path).resolve()
+        self.lock = None  # the file's descriptor, once it is taken
+        self.has_begun = False  # what lies here is of this run, and no longer of an earlier one
+        self.metrics = None  # the open file
+        self.unwritten = b""  # of the metrics, as the disk was full
+
+    # ---- one run at a time
+
+    def take(self, resume: str | None, wait_s: float, is_restart: bool) -> bool:
+        """Hold .lock -> whether a run that torchrun starts again had begun to write here. The
+        kernel drops it when this process ends, however that ends.
+
+        A run that goes on here waits for it up to wait_s, as ranks of an earlier start may still be
+        ending. Else, or if it is held for longer, SystemExit says by whom.
+        """
+        checkpoint = None if resume in (None, "auto") else pathlib.Path(resume).resolve()
+        if checkpoint is not None and not is_restart and not is_checkpoint(checkpoint):
+            raise SystemExit(f"--resume {resume}: {checkpoint} {problem_of(checkpoint)}")
+        goes_on_here = resume == "auto" or is_restart or (
+            checkpoint is not None and checkpoint.parent == self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self._wait_for_lock(wait_s if goes_on_here else 0.0)
+        self.has_begun = is_restart and self.holder().get("has_begun", True)
+        os.ftruncate(self.lock, 0)
+        self.sign(step=0)
+        return self.has_begun
+
+    def _wait_for_lock(self, wait_s):
+        deadline_s = time.monotonic() + wait_s
+        has_waited = False
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.1)  # the holder may have taken it just now, and not signed yet
+            except OSError as error:  # as of some file systems of a network
+                warn(f"{self.path}/.lock: {error.strerror}: so other runs may write there, too")
+                return
+            holder = self.holder()
+            text = (f"in {self.path} a run is alive: host {holder.get('host')}, "
+                    f"pid {holder.get('pid')}, step {holder.get('step')}")
+            if time.monotonic() > deadline_s:
+                raise SystemExit(f"{text}. End it, or choose another folder")
+            if not has_waited:
+                say(f"{text}. Waiting for its end, up to {wait_s:g} s")
+            has_waited = True
+
+    def holder(self) -> dict:
+        """What the run that holds .lock has written there, or the last one that did; {} if that
+        cannot be read."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.path / ".lock").read_text())
+        return {}
+
+    def sign(self, step: int) -> None:
+        """Write to .lock whose it is, in one write of a fixed length, so nobody reads a half."""
+        facts = dict(host=socket.gethostname(), pid=os.getpid(), step=step,
+                     has_begun=self.has_begun)
+        with contextlib.suppress(OSError):  # a full disk
+            os.pwrite(self.lock, json.dumps(facts).ljust(400).encode(), 0)
+
+    # ---- where a run goes on
+
+    def find(self, resume: str | None, is_restart: bool) -> tuple[pathlib.Path | None, dict | None]:
+        """-> the newest sound checkpoint of those that may be taken, and its record. None, None if
+        there are none; refuses where all are damaged.
+
+        A run that torchrun starts again goes on from its own newest one, whatever resume says.
+        """
+        candidates = []
+        if resume == "auto" or is_restart:
+            candidates += self.newest_first()
+        if resume not in (None, "auto"):
+            named = pathlib.Path(resume).resolve()
+            candidates = [path for path in candidates if path != named] + [named]
+        for checkpoint in candidates:
+            problem = problem_of(checkpoint)
+            if problem is None:
+                return checkpoint, json.loads((checkpoint / RECORD).read_text())
+            if checkpoint == candidates[-1]:
+                raise SystemExit(f"{checkpoint}, from which this run is to go on, {problem}")
+            warn(f"{checkpoint} {problem}; falling back to the checkpoint before")
+        return None, None
+
+    def newest_first(self) -> list[pathlib.Path]:
+        """The checkpoints: the number of the step has eight digits."""
+        return sorted(self.path.glob("step_" + 8 * "[0-9]"), reverse=True)
+
+    def begin(self, step: int, best_step: int = 0) -> bool:
+        """From here on the folder is this run's: bring it to where it was after a step; 0 for a run
+        that begins anew -> whether there is a best checkpoint. What is newer, or of an earlier run,
+        moves aside."""
+        metrics = self.path / "metrics.jsonl"
+        moved = [path for path in self.newest_first() if int(path.name[5:]) > step]
+        if step == 0:
+            for pattern in ("best", metrics.name, "tensorboard", "trace_rank*.json"):
+                moved += self.path.glob(pattern)
+        self._move_aside(moved)
+        for unfinished in self.path.glob(".step_*"):
+            shutil.rmtree(unfinished)
+        self.tidy(best_step, keep_last=10**8)  # the link alone: this removes nothing
+        if metrics.exists():
+            write_synced(metrics, lines_until(step, metrics))
+        self.metrics = open(metrics, "ab", buffering=0)
+        self.has_begun = True
+        self.sign(step)
+        return (self.path / "best").exists()
+
+    def _move_aside(self, paths):
+        if not paths:
+            return
+        number = 1
+        while (self.path / "earlier" / str(number)).exists():
+            number += 1
+        aside = self.path / "earlier" / str(number)
+        aside.mkdir(parents=True)
+        for path in paths:
+            path.rename(aside / path.name)
+        names = ", ".join(path.name for path in paths)
+        say(f"{names}, newer or of an earlier run: moved to {aside}, which you may delete")
+
+    # ---- what a run writes
+
+    def add_metrics(self, entry: dict) -> None:
+        """A line of metrics.jsonl, of a step. What a full disk does not take waits for the next
+        one, as half a line must be finished before another one begins."""
+        self.sign(entry["step"])
+        self.unwritten += (json.dumps(entry) + "\n").encode()
+        try:
+            self._write_metrics()
+        except OSError as error:  # no reason to lose the run
+            warn(f"step {entry['step']} is not yet in the metrics: {error}")
+
+    def _write_metrics(self):
+        while self.unwritten:
+            n = self.metrics.write(self.unwritten)  # may be less than all
+            self.unwritten = self.unwritten[n:]
+
+    def checkpoint_of(self, step: int) -> pathlib.Path:
+        return self.path / f"step_{step:08d}"
+
+    def publish(self, checkpoint: pathlib.Path, record: dict, keep_last: int) -> None:
+        """Complete what has been written to hidden(checkpoint); then one rename makes it appear. A
+        run that resumes keeps the metrics up to there, so these must be on disk before."""
+        lock = self.path / ".lock"
+        if not lock.exists() or lock.stat().st_ino != os.fstat(self.lock).st_ino:
+            raise SystemExit(f"{lock} was removed, so others may write there")
+        self._write_metrics()
+        os.fsync(self.metrics)
+        unfinished = hidden(checkpoint)
+        write_synced(unfinished / RECORD, json.dumps(record, indent=1).encode())
+        write_synced(unfinished / SUMS, "\n".join([*checksums(unfinished), ""]).encode())
+        unfinished.rename(checkpoint)
+        fsync(self.path)
+        self.tidy(record.get("best_step", 0), keep_last)
+
+    def tidy(self, best_step: int, keep_last: int) -> None:
+        """Point `best` to the checkpoint of best_step, if it is there; 0 means none. Remove those
+        that are neither it nor among the keep_last newest ones."""
+        best, link = self.checkpoint_of(best_step), self.path / "best"
+        if best.exists():
+            new = hidden(link)
+            new.unlink(missing_ok=True)
+            new.symlink_to(best.name)
+            new.replace(link)  # at once, so that there always is one
+        else:
+            link.unlink(missing_ok=True)
+        for old in self.newest_first()[keep_last:]:
+            if old != best:
+                # Hidden at once: no half of one is ever seen.
+                shutil.rmtree(old.rename(hidden(old)), ignore_errors=True)
 
 
-def hidden(folder: pathlib.Path) -> pathlib.Path:
-    """Where a checkpoint is until it is complete."""
-    return folder.with_name(f".{folder.name}")
+def hidden(path: pathlib.Path) -> pathlib.Path:
+    """Where something is until it is complete."""
+    return path.with_name(f".{path.name}")
 
 
-def newest_first(out_dir: pathlib.Path) -> list[pathlib.Path]:
-    """The checkpoints in out_dir: the number of the step has eight digits."""
-    return sorted(out_dir.glob("step_" + 8 * "[0-9]"), reverse=True)
-
-
-def checksums(folder):
-    """The lines that SHA256SUMS has to have. What others have put there, such as .DS_Store, is left
-    out."""
-    lines = []
-    for path in sorted(folder.iterdir()):
-        if path.name.endswith(HASHED):
-            with open(path, "rb") as file:
-                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}")
-    return lines
-
-
-def fsync(path):
+def fsync(path: pathlib.Path) -> None:
     """Of a file or a folder; of a folder, so that a new name in it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def publish(folder: pathlib.Path, record: dict) -> None:
-    """Complete what dcp.save has written to hidden(folder), and put on disk: add the record, as
-    JSON, and checksums. Then the rename makes it appear as folder. Raises OSError."""
-    unfinished = hidden(folder)
-    (unfinished / RECORD).write_text(json.dumps(record, indent=1))
-    (unfinished / SUMS).write_text("\n".join(checksums(unfinished)) + "\n")
-    for path in (unfinished / RECORD, unfinished / SUMS, unfinished):
-        fsync(path)
-    unfinished.rename(folder)
-    fsync(folder.parent)
+def write_synced(path: pathlib.Path, content: bytes) -> None:
+    """Write a file: all of it, or it is as before."""
+    hidden(path).write_bytes(content)
+    fsync(hidden(path))
+    hidden(path).replace(path)
+    fsync(path.parent)
 
 
-def is_checkpoint(folder: pathlib.Path) -> bool:
-    return (folder / SUMS).is_file()
+def lines_until(step: int, metrics: pathlib.Path) -> bytes:
+    """The lines of metrics.jsonl up to a step. A crash may have torn the last one."""
+    lines = []
+    for line in metrics.read_bytes().splitlines(keepends=True):
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            if json.loads(line)["step"] <= step and line.endswith(b"\n"):
+                lines.append(line)
+    return b"".join(lines)
 
 
-def problem_of(folder: pathlib.Path) -> str | None:
+def checksums(checkpoint: pathlib.Path) -> list[str]:
+    """The lines that SHA256SUMS has to have. What others have put there, such as .DS_Store, is left
+    out."""
+    lines = []
+    for path in sorted(checkpoint.iterdir()):
+        if path.name.endswith(HASHED):
+            with open(path, "rb") as file:
+                lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}")
+    return lines
+
+
+def is_checkpoint(path: pathlib.Path) -> bool:
+    return (path / SUMS).is_file()
+
+
+def problem_of(checkpoint: pathlib.Path) -> str | None:
     """What is wrong with a checkpoint, None if all its files are as they were written. Ask it
     before anything else is read: .metadata is a pickle."""
     try:
-        if not is_checkpoint(folder):
-            fact = f"has no {SUMS}" if folder.exists() else "is not there"
+        if not is_checkpoint(checkpoint):
+            fact = f"has no {SUMS}" if checkpoint.exists() else "is not there"
             return f"is no checkpoint, as it {fact}"
-        expected = (folder / SUMS).read_text("utf-8", "replace").splitlines()
-        actual = checksums(folder)
+        expected = (checkpoint / SUMS).read_text("utf-8", "replace").splitlines()
+        actual = checksums(checkpoint)
     except OSError as error:
         return f"cannot be read: {error}"
     wrong = {line.partition("  ")[2] for line in {*actual} ^ {*expected}}
@@ -263,206 +562,127 @@ def problem_of(folder: pathlib.Path) -> str | None:
     return None
 
 
-def read_record(folder: pathlib.Path) -> dict:
-    return json.loads((folder / RECORD).read_text())
+def find_checkpoint(folder: Folder, resume: str | None, wait_s: float = 0.0,
+                    takes: bool = True) -> tuple[pathlib.Path | None, dict | None]:
+    """Take the folder, unless takes is False -> the checkpoint from which a run goes on, and its
+    record; None, None for a run that begins anew. A collective.
 
-
-def tidy(out_dir: pathlib.Path, best_step: int, keep_last: int) -> None:
-    """Point `best` to the checkpoint of best_step, if it is there; 0 means none. Remove those that
-    are neither it nor among the keep_last newest ones."""
-    best, link = checkpoint_of(out_dir, best_step), out_dir / "best"
-    if link.is_dir() and not link.is_symlink():  # as in a copy that has followed the link
-        link.rename(out_dir / time.strftime("earlier_best_%Y%m%d_%H%M%S"))
-    if best.exists():
-        new = hidden(link)
-        new.unlink(missing_ok=True)
-        new.symlink_to(best.name)
-        new.replace(link)  # at once, so that there always is one
-    else:
-        link.unlink(missing_ok=True)
-    for old in newest_first(out_dir)[keep_last:]:
-        if old != best:
-            # Hidden at once, whatever happens.
-            shutil.rmtree(old.rename(hidden(old)), ignore_errors=True)
-
-
-def rewind(out_dir: pathlib.Path, step: int, best_step: int) -> str | None:
-    """Bring out_dir to where it was after a step; 0 for a run that begins anew. What is newer, or
-    of an earlier run, moves to a folder of its own -> a line that says so, None if nothing moves.
+    resume: "auto" for the newest one in the folder, if any; the path of one; or None. torchrun
+    counts restarts on each host, so one host's count is enough.
     """
-    moved = [path for path in newest_first(out_dir) if int(path.name[5:]) > step]
-    metrics = out_dir / "metrics.jsonl"
-    if step == 0:
-        for pattern in ("best", metrics.name, "tensorboard", "trace_rank*.json"):
-            moved += out_dir.glob(pattern)
-    aside = out_dir / time.strftime(f"earlier_%Y%m%d_%H%M%S_{os.getpid()}")
-    if moved:
-        aside.mkdir()
-    for path in moved:
-        path.rename(aside / path.name)
-    for unfinished in out_dir.glob(".step_*"):
-        shutil.rmtree(unfinished)
-    tidy(out_dir, best_step, keep_last=10**8)  # the link alone: this removes nothing
-    if metrics.exists():
-        kept = hidden(metrics)
-        kept.write_bytes(b"".join(lines_until(step, metrics)))
-        fsync(kept)
-        kept.replace(metrics)
-        fsync(out_dir)
-    if not moved:
-        return None
-    names = ", ".join(path.name for path in moved)
-    n_aside = len([*out_dir.glob("earlier_*")])
-    return (f"{names}, newer or of an earlier run: moved to {aside}, which you may delete "
-            f"({n_aside} such folder{'s' if n_aside > 1 else ''} here)")
+    n_restarts = gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    goes_on = False
+    if takes:
+        goes_on = on_rank_0(folder.take, resume, wait_s, max(n_restarts) > 0)
+    return on_rank_0(folder.find, resume, goes_on)
 
 
-def lines_until(step, metrics):
-    """The lines of metrics.jsonl up to a step. A crash may have torn the last one."""
-    lines = []
-    for line in metrics.read_bytes().splitlines(keepends=True):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            if json.loads(line)["step"] <= step and line.endswith(b"\n"):
-                lines.append(line)
-    return lines
+def load(tensors: dict[str, torch.Tensor], checkpoint: pathlib.Path) -> None:
+    """Read a checkpoint into tensors, such as those of `sharded_state`. A collective."""
+    try:
+        dcp.load(tensors, checkpoint_id=checkpoint)
+    except dcp.CheckpointException as error:
+        raise SystemExit(f"{checkpoint}: {last_line(error)}") from error
 
 
-class Metrics:
-    """metrics.jsonl: a line per step. What a full disk does not take waits in memory for the next
-    step, as half a line must be finished before another one begins."""
+def save(folder: Folder, tensors: dict[str, torch.Tensor], record: dict,
+         keep_last: int = 2) -> bool:
+    """Write a checkpoint -> whether it is there. Where that fails, as on a full disk, it is said,
+    earlier ones are as they were, and the run may go on. A collective.
 
-    def __init__(self, out_dir):
-        self.file = open(out_dir / "metrics.jsonl", "ab", buffering=0)
-        self.unwritten = b""
-
-    def add(self, entry):
-        """Write a line. Raises OSError if it has to wait; then the caller should go on."""
-        self.unwritten += (json.dumps(entry) + "\n").encode()
-        self.write()
-
-    def write(self):
-        while self.unwritten:
-            n = self.file.write(self.unwritten)  # may be less than all
-            self.unwritten = self.unwritten[n:]
-
-    def sync(self):
-        """Put all lines on disk, or raise OSError."""
-        self.write()
-        os.fsync(self.file)
-
-
-class Lock:
-    """The right to write in out_dir, which one process has at a time. The kernel holds it, and lets
-    it go when the process ends, however that ends. The file .lock says whose it is.
-
-    facts: what the holder writes there: its host, pid and step; which torchrun has started it; and
-    has_begun: whether what lies in out_dir is of its run, and no longer of an earlier one. torchrun
-    may start a run again: then a holder takes over has_begun from the one before.
+    record: what JSON can hold; "step", and perhaps "best_step", which is kept, too.
     """
-
-    def __init__(self, out_dir: pathlib.Path):
-        self.path, self.file = out_dir / ".lock", None
-        self.facts = dict(host=socket.gethostname(), pid=os.getpid(), parent=parent(),
-                          run_id=os.environ.get("TORCHELASTIC_RUN_ID"))
-
-    def take(self, wait_s: float, say=print) -> str | None:
-        """Take it, or wait for it that long -> a line where the file system has no such locks, else
-        None. Raises SystemExit, with what the holder has written, if it does not end by then."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        deadline_s = time.monotonic() + wait_s
-        is_held, has_waited, problem = False, False, None
-        while not is_held and problem is None:
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_held = True
-            except BlockingIOError:
-                time.sleep(0.1)  # the holder may have taken it just now, and not signed yet
-                text = f"in {self.path.parent} a run is alive: {self.whose()}"
-                if time.monotonic() > deadline_s:
-                    raise SystemExit(f"{text}. End it, or choose another folder") from None
-                if not has_waited:
-                    say(f"{text}. Waiting for its end, up to {wait_s:g} s")
-                has_waited = True
-            except OSError as error:
-                problem = f"{self.path}: {error.strerror}: so other runs may write there, too"
-        self.facts |= dict(step=0, has_begun=self.is_restart())
-        self.write()
-        os.fsync(self.file)
-        return problem
-
-    def holder(self) -> dict:
-        """What the holder has written, or the last one; {} if that cannot be read."""
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads(self.path.read_text())
-        return {}
-
-    def whose(self):
-        facts = self.holder()
-        return f"host {facts.get('host')}, pid {facts.get('pid')}, step {facts.get('step')}"
-
-    def is_restart(self) -> bool:
-        """Whether the torchrun that has started this process had begun the last holder's run. It is
-        the parent, or has a name of its own, as with --standalone, where ranks are behind a shell
-        or on another host than before."""
-        before = self.holder()
-        n_restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # of this host: None, 0, 1, ...
-        if not before:  # nobody has signed here: only the count tells
-            return n_restarts not in (None, "0")
-        is_parent = all(before.get(name) == self.facts[name] for name in ("host", "parent"))
-        has_name = self.facts["run_id"] not in (None, "none")
-        is_run = has_name and before.get("run_id") == self.facts["run_id"] and n_restarts != "0"
-        return n_restarts is not None and (is_parent or is_run) and before.get("has_begun", False)
-
-    def check(self) -> None:
-        """Raises SystemExit where .lock is not the holder's any more: somebody has removed it."""
-        if not self.path.exists() or self.path.stat().st_ino != os.fstat(self.file).st_ino:
-            raise SystemExit(f"{self.path} was removed, so others may write there")
-
-    def sign(self, **facts) -> None:
-        """The holder, others do nothing: write what has changed, such as the step."""
-        self.facts |= facts
-        with contextlib.suppress(OSError):  # a full disk
-            self.write()
-
-    def write(self):
-        if self.file is not None:
-            os.pwrite(self.file, json.dumps(self.facts).ljust(400).encode(), 0)
+    checkpoint, problem = folder.checkpoint_of(record["step"]), None
+    try:
+        dcp.save(tensors, checkpoint_id=hidden(checkpoint))
+        on_rank_0(folder.publish, checkpoint, record, keep_last)
+    except (dcp.CheckpointException, SystemExit) as error:
+        problem = last_line(error)
+    is_saved = from_rank_0(checkpoint.exists())
+    if problem is not None:
+        what = "is there, but older ones are not tidied up"
+        if not is_saved:
+            on_rank_0(shutil.rmtree, hidden(checkpoint), True)
+            what = "failed, earlier ones are as they were"
+        warn(f"step {record['step']}: the checkpoint {what}: {problem} (is the disk full, or "
+             "gone?)")
+    return is_saved
 
 
-def parent():
-    """The process that has started this one, by its number and, on Linux, the time of its start:
-    in containers numbers come again."""
-    number = os.getppid()
-    with contextlib.suppress(OSError):
-        facts = pathlib.Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
-        return f"{number} since {facts[19]}"
-    return str(number)
+def last_line(error: BaseException) -> str:
+    """dcp's errors have the tracebacks of all ranks, and say at last what has happened."""
+    return str(error).strip().splitlines()[-1]
 
 
 # -------------------------------------------------------------------------------------------------
 # how a run ends
 
-OUT_OF_MEMORY = "out of memory"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def note_signals(signals):
-    """Let SIGINT and SIGTERM be noted in a list, so that all ranks finish the step. A second one
-    ends the process at once; under torchrun, which passes on what a terminal has sent to all, a
-    third."""
+def note_signals(signals: list[int]) -> None:
+    """Let SIGINT and SIGTERM be noted in a list, so that all ranks can finish the step. A second
+    one ends the process at once; under torchrun, which passes on what a terminal has sent to all, a
+    third.
+
+    A thread notes them. A handler in Python would have to wait until the main thread comes back,
+    such as from a collective that waits for a frozen rank, and count two signals as one.
+    """
     most = 2 if "TORCHELASTIC_RUN_ID" in os.environ else 1
-
-    def note(number, frame):
-        signals.append(number)
-        if len(signals) > most:
-            os._exit(128 + number)
-
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)  # for each signal that has a handler a byte, its number
     for number in STOP_SIGNALS:
-        signal.signal(number, note)
+        signal.signal(number, lambda *_: None)
+
+    def note():
+        while True:
+            [number] = os.read(reading, 1)
+            signals.append(number)
+            if len(signals) > most:
+                os._exit(128 + number)
+
+    threading.Thread(target=note, daemon=True).start()
 
 
-def refuse(text, status=2):
+def agree_on_signal(signals: list[int]) -> int:
+    """The largest number that any rank has noted, 0 for none. From here on a signal ends a process
+    as ever. A collective."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    return max(gather(max(signals, default=0)))
+
+
+def end_with(function: Callable[[], int], progress: dict) -> None:
+    """function() -> the status with which this process ends. Otherwise that is 2, and one line, for
+    a user's mistake; 1, and one line with progress["step"], for what fails later, such as another
+    rank. A bug keeps its traceback, too."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # Python's None for one that was closed
+            stream.reconfigure(errors="backslashreplace")  # a text may have any character
+
+    try:
+        status = function()
+    except SystemExit as error:
+        leave_together(str(error), 1 if progress["step"] else 2)
+    except ModuleNotFoundError as error:
+        leave_together(f"there is no {error.name}, which some of these flags need beside "
+                       f"{program()}")
+    except Exception as error:
+        if not is_explained(error):
+            traceback.print_exc()
+        leave(f"rank {os.environ.get('RANK', 0)} failed in step {progress['step']}: "
+              f"{type(error).__name__}: {one_line(error)}", 1)
+    # FSDP2's modules hold the group in a cycle: uncollected, its threads outlive the interpreter.
+    gc.collect()
+    dist.destroy_process_group()
+    # Or Python would end with 120 where a full disk has not taken all of the log.
+    sys.stdout = sys.stderr = None
+    sys.exit(status)
+
+
+def leave_together(text: str, status: int = 2) -> None:
     """Leave for a reason that all ranks have. The first one of a host says it. The others wait for
     the SIGTERM that they get from torchrun then: if they left first, the first one might get it
     before it speaks. (If only this one has failed after all, it says so after a while.)"""
@@ -472,34 +692,38 @@ def refuse(text, status=2):
     leave(text, status)
 
 
-def leave(text, status):
+def leave(text: str, status: int) -> None:
     """Say in one line why the run stops, and leave at once. That closes this rank's connections, by
     which the others come to know."""
     with contextlib.suppress(OSError):  # a full disk
-        print(f"train.py: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        print(f"{program()}: {' '.join(text.split())}", file=sys.stderr, flush=True)
     os._exit(status)
 
 
-def one_line(error):
+def one_line(error: BaseException) -> str:
     """Its text, of which a compiler's may be very long."""
-    text = " ".join(str(error).split())[:2000]
     if isinstance(error, OSError) and error.filename is not None:
-        text = f"{error.filename}: {error.strerror}"
-    is_cpus = isinstance(error, MemoryError) or "DefaultCPUAllocator" in text
-    if is_cpus or isinstance(error, torch.OutOfMemoryError):
-        text = (f"{OUT_OF_MEMORY}: {text}. What takes less: a smaller --micro_batch_size, "
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())[:2000]
+    if is_out_of_memory(error):
+        text = (f"out of memory: {text}. What takes less: a smaller --micro_batch_size, "
                 "--activation_checkpointing, --mode zero3 on more ranks, fewer ranks on a device, "
                 "or a smaller model")
     return text
 
 
-def is_explained(error):
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """torch's allocator on a CPU raises a plain RuntimeError."""
+    is_cpus = "DefaultCPUAllocator" in str(error)
+    return is_cpus or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+def is_explained(error: Exception) -> bool:
     """Whether error needs no traceback: memory is out; or a collective has failed, as it does where
-    another rank has died or hangs; or --deterministic asks for more than there is. Only the text
-    tells: gloo, for one, raises plain RuntimeErrors."""
-    if isinstance(error, (dist.DistError, torch.OutOfMemoryError, ConnectionError)):
+    another rank has died or hangs; or there is no deterministic kernel. Only the text tells: gloo,
+    for one, raises plain RuntimeErrors."""
+    if isinstance(error, (dist.DistError, ConnectionError)) or is_out_of_memory(error):
         return True
-    words = ("onnection", "imed out", "gloo", "pair closure", OUT_OF_MEMORY,
-             "deterministic implementation", "CUBLAS_WORKSPACE_CONFIG")
-    is_plain = isinstance(error, (RuntimeError, MemoryError))
-    return is_plain and any(word in one_line(error) for word in words)
+    words = ("onnection", "imed out", "gloo", "pair closure", "deterministic implementation",
+             "CUBLAS_WORKSPACE_CONFIG")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)

@@ -313,7 +313,7 @@ class ShardedBucket(Bucket):
             value = self.shard_view(slot, self.sharded).data
             slot.shard = nn.Parameter(value, p.requires_grad)
             vars(slot.shard).update(vars(p))  # such as p.no_decay, by which a script makes groups
-            slot.shard.whole_shape = slot.shape
+            slot.shard.whole_shape, slot.shard.whole_stride = slot.shape, slot.strides
             self.unit.shards.add(slot.shard)
 
     def part_of(self, slot, value):

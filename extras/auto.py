@@ -12,9 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import train
 from data import micro_batches
-from runs import gather, local_numbers, say
+from runs import gather, local_numbers, peak_mem_bytes, say
 
 
 def bytes_for_a_rank(config, device):
@@ -31,30 +30,30 @@ def bytes_for_a_rank(config, device):
 
 
 def reset_peak(device):
-    """Let `train.peak_mem_bytes` begin anew."""
+    """Let `peak_mem_bytes` begin anew."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
 
 
-def peak_of_steps(model, optimizers, size, config, device):
+def peak_of_steps(run, size, train_step):
     """The most memory that this process has held so far, after steps with micro batches of a size.
     Two micro-steps, since accumulating takes memory too, and three steps, for PowerSGD."""
-    W = dist.get_world_size()
-    config = dataclasses.replace(config, micro_batch_size=size, global_batch_size=2 * size * W)
-    tokens = np.zeros(config.global_batch_size * config.block_size + 1, dtype=np.uint16)
-    scaler = train.make_scaler(config, device)
+    batch = 2 * size * dist.get_world_size()
+    run.config = dataclasses.replace(run.config, micro_batch_size=size, global_batch_size=batch)
+    tokens = np.zeros(batch * run.config.block_size + 1, dtype=np.uint16)
+    run.batches = micro_batches(tokens, 1, run.config, run.device)
     try:
-        for step in range(1, 4):
-            batches = micro_batches(tokens, step, config, device)
-            train.train_step(model, optimizers, scaler, batches, [], config)
+        run.batch = next(run.batches)
+        for _ in range(3):
+            train_step(run)
     except torch.OutOfMemoryError:  # on all ranks, since all do the same
         return math.inf
-    return train.peak_mem_bytes(device)
+    return peak_mem_bytes(run.device)
 
 
-def largest_micro_batch(config, gpt_config, device):
+def largest_micro_batch(config, device, new_run, train_step):
     """The largest size that divides a rank's part of the global batch and keeps a step within the
     limit on every rank. Refuses if none does. A collective.
 
@@ -63,23 +62,25 @@ def largest_micro_batch(config, gpt_config, device):
     through the last two. (Through 1 and 2 alone it may be flat on a CPU, where a process keeps
     memory of small tensors that it has freed.) An accelerator whose memory is out has reached the
     limit. 5 % of it is kept for evaluation and checkpoints, which are not tried.
+
+    new_run: makes a train.Run of a config. train_step: makes a step with it.
     """
     limit, W = 0.95 * bytes_for_a_rank(config, device), dist.get_world_size()
     share = max(1, config.global_batch_size // W)  # fewer than W are for an evaluation alone
-    config = dataclasses.replace(config, warmup_steps=0)  # PowerSGD begins in the third step
-    model = train.wrap(train.build_on_device(gpt_config, config), config, device)
-    optimizers = train.make_optimizers(model, config)
+    # Two micro batches of a rank, for the scaler. PowerSGD begins in the third step.
+    run = new_run(dataclasses.replace(config, warmup_steps=0, micro_batch_size=1,
+                                      global_batch_size=2 * W, eval_only=False))
     reset_peak(device)  # that of tokenizing
-    peaks = [peak_of_steps(model, optimizers, 1, config, device)]
+    peaks = [peak_of_steps(run, 1, train_step)]
     size = most = 2  # size 2 is tried in any case: a line needs two points
     while size <= most:
-        peaks.append(peak_of_steps(model, optimizers, size, config, device))
+        peaks.append(peak_of_steps(run, size, train_step))
         bytes_per_sequence = max(1, peaks[-1] - peaks[-2]) / (size / 2)
         room = limit - peaks[-2]  # beside size / 2
         own_most = size / 2 + room / bytes_per_sequence if room >= 0 else 0
         most = min(share, *gather(own_most))
         size *= 2
-    del model, optimizers
+    del run
     gc.collect()  # hooks and modules are in reference cycles
     torch.compiler.reset()
     reset_peak(device)

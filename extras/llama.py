@@ -7,6 +7,7 @@ Replaces from_pretrained() and save_pretrained() for model.py's GPT. The package
 imported where it is used: nothing else here needs it.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -15,7 +16,8 @@ import pathlib
 import torch
 import torch.distributed as dist
 
-from runs import on_rank_0
+from model import GPTConfig
+from runs import on_rank_0, say
 
 # GPTConfig's names and Llama's.
 LLAMA_SIZES = {"vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_embd": "hidden_size",
@@ -67,6 +69,19 @@ def write_llama(folder, tensors, config, end_token):
                   rope_parameters=rope, rope_theta=config.rope_theta,  # of version 5, and before
                   bos_token_id=end_token, eos_token_id=end_token)
     pathlib.Path(folder, "config.json").write_text(json.dumps(llama, indent=1))
+
+
+def sizes_of(config, record, vocab_size):
+    """Options of GPTConfig: those of the checkpoint whose record this is, as the folder may be gone
+    by then; or those of the folder --init_from. vocab_size: the tokenizer's."""
+    if record is not None:
+        fields = {field.name for field in dataclasses.fields(GPTConfig)}
+        return {name: value for name, value in record["facts"].items() if name in fields}
+    sizes = read_sizes(config)
+    if sizes["vocab_size"] != vocab_size:
+        say(f"--init_from {config.init_from} knows {sizes['vocab_size']} tokens, and the tokenizer "
+            f"{vocab_size}: its weights are for other ones")
+    return sizes
 
 
 def read_sizes(config):
