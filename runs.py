@@ -258,8 +258,9 @@ def read_flags(Config: type, doc: str, argv: list[str]) -> dict:
         parser.add_argument(f"--{name}", help=text, **options)
     given, unknown = parser.parse_known_args(argv)
     for word in unknown:
-        similar = difflib.get_close_matches(word.partition("=")[0].strip("-"), fields, n=2)
-        such_as = f", such as --{' --'.join(similar)}" if similar else ""
+        flags = [f"--{name}" for name in fields]
+        similar = difflib.get_close_matches(word.partition("=")[0], flags, n=2)
+        such_as = f", such as {' '.join(similar)}" if similar else ""
         leave_together(f"there is no flag {word}; --help lists all{such_as}")
     for name, value in vars(given).items():
         about = fields[name].metadata
@@ -419,11 +420,13 @@ class Folder:
         """From here on the folder is this run's: bring it to where it was after a step; 0 for a run
         that begins anew -> whether there is a best checkpoint. What is newer, or of an earlier run,
         moves aside."""
-        metrics = self.path / "metrics.jsonl"
+        metrics, best = self.path / "metrics.jsonl", self.path / "best"
         moved = [path for path in self.newest_first() if int(path.name[5:]) > step]
         if step == 0:
-            for pattern in ("best", metrics.name, "tensorboard", "trace_rank*.json"):
+            for pattern in (metrics.name, "tensorboard", "trace_rank*.json"):
                 moved += self.path.glob(pattern)
+        if (step == 0 and best.exists()) or (best.is_dir() and not best.is_symlink()):
+            moved.append(best)  # it is a folder in a copy that has followed the link
         self._move_aside(moved)
         for unfinished in self.path.glob(".step_*"):
             shutil.rmtree(unfinished)
@@ -433,7 +436,7 @@ class Folder:
         self.metrics = open(metrics, "ab", buffering=0)
         self.has_begun = True
         self.sign(step)
-        return (self.path / "best").exists()
+        return best.exists()
 
     def _move_aside(self, paths):
         if not paths:

@@ -13,19 +13,14 @@
     python train.py --resume out/best --eval_only --prompt "def "   # ask a checkpoint
 
 One loop for all modes. One process is a group of one rank, so no line asks whether there is a
-group. In this order: flags; a run, which is prepared, loops and finishes; a step; the modes; model
-and optimizers; evaluation; the log. Samples are in data.py, ranks and the folder of a run in
-runs.py, and what only some flag asks for in extras/ and dropin/.
-
-How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch, step)
-alone, and ranks take its micro batches in turn. Nothing is divided before the gradients of all of
-them are added up, in that order. So any number of ranks computes the same, and in fp32 on a CPU
-zero2 and zero3 end on the bits of one process, also where W changes in the middle of a run; the
+group. How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch,
+step) alone, ranks take its micro batches in turn, and nothing is divided before the gradients of
+all of them are added up, in that order. So any number of ranks computes the same, and in fp32 on a
+CPU zero2 and zero3 end on the bits of one process, also where W changes in the middle of a run; the
 other modes do where each rank has one micro-step.
 
 Output: a line every few steps; out_dir, see runs.Folder; a text that the model wrote; and as the
-last line of stdout `RESULT {json}`, whose param_sha256 is equal for runs that produced the same
-bits.
+last line of stdout `RESULT {json}`, whose param_sha256 is equal for runs with the same bits.
 
 To debug, run one process: `python train.py --mode zero3` goes through the functions of the stage,
 too, and breakpoint() works anywhere. On several ranks write torch.distributed.breakpoint(0), which
@@ -231,43 +226,23 @@ class Run:
     is_saved: bool = True  # whether the last checkpoint could be written
 
 
-def train(progress):
-    """A run, by the flags of the command line -> exit status. A collective.
+def train(given, progress):
+    """A run, by the flags that are given -> exit status. A collective.
 
     progress: the step, the best one and its loss, how many steps in a row were skipped, the metrics
     of the last step, the id that W&B knows the run by.
     """
-    run = prepare(runs.read_flags(Config, __doc__, sys.argv[1:]), progress)
+    run = prepare(given, progress)
     status = None if run.config.eval_only else loop(run)
     return finish(run) if status is None else status
 
 
 def prepare(given, progress):
-    """Meet the other ranks, take out_dir, find what to go on from, make all that a run needs."""
-    # 1) ranks
-    start = Config(**given)
-    if start.resume not in (None, "auto") and "out_dir" not in given:
-        given["out_dir"] = start.out_dir = os.path.dirname(os.path.realpath(start.resume))
-    device = runs.choose_device(start.device)
-    runs.start_process_group(device, start.timeout_s)
+    """Make all that a run needs, on all ranks alike. A collective."""
+    # 1) ranks, and flags, which a checkpoint may have
+    config, device, folder, checkpoint, record = agree_on_flags(given)
 
-    # 2) flags, which a checkpoint may have
-    folder = runs.Folder(start.out_dir)
-    checkpoint, record = runs.find_checkpoint(folder, start.resume, start.timeout_s,
-                                              takes=not start.eval_only)
-    if start.resume == "auto" and record is None:
-        say(f"no checkpoint in {folder.path}: a new run begins")
-    config = together(complete, given, record, device)
-    if config.eval_only and record is None and config.init_from is None:
-        raise SystemExit("--eval_only needs a checkpoint, such as --resume out/best, or "
-                         f"--init_from; there is no checkpoint in {folder.path}")
-    torch.set_num_threads(config.threads)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is refused
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no bit
-        torch.use_deterministic_algorithms(True)
-
-    # 3) model and data, which must be the same on all ranks, and in the run that goes on
+    # 2) model and data, which must be the same on all ranks, and in the run that goes on
     tokenizer, vocab_size = together(choose_tokenizer, config)
     gpt = together(build_gpt, config, vocab_size, record)
     config.block_size = gpt.config.block_size  # that of the preset or folder, unless given
@@ -282,10 +257,9 @@ def prepare(given, progress):
     if record is not None:
         check_facts(checkpoint, record, facts, config)
 
-    # 4) what the mode makes of the model, and optimizers
+    # 3) what the mode makes of the model, and optimizers
     if config.micro_batch_size == "auto":
         from extras import auto
-
 
         def new_run(config):
             return assemble(new_gpt(gpt.config, config), config, device)
@@ -296,17 +270,40 @@ def prepare(given, progress):
     run.progress, run.folder, run.recent = progress, folder, collections.deque(maxlen=100)
     introduce(run, len(tokens))
 
-    # 5) where the run goes on. From here on out_dir is its own
+    # 4) where the run goes on
     if record is not None:
         resume(run, checkpoint, record)
     if not config.eval_only:
         goes_on_here = record is not None and checkpoint.parent == folder.path
-        begins_after = (progress["step"], progress["best_step"]) if goes_on_here else (0, 0)
-        if not on_rank_0(folder.begin, *begins_after):  # there is no best one, or it is elsewhere
-            progress |= dict(best_step=0, best_val_loss=math.inf)
-        run.batches = micro_batches(tokens, progress["step"] + 1, config, device)
-        run.batch = next(run.batches)
+        begin(run, tokens, goes_on_here)
     return run
+
+
+def agree_on_flags(given):
+    """Meet the other ranks, and take out_dir -> the Config, this rank's device, the Folder, and the
+    checkpoint to go on from with its record, or None, None. A collective."""
+    start = Config(**given)
+    if start.resume not in (None, "auto") and "out_dir" not in given:
+        given["out_dir"] = start.out_dir = os.path.dirname(os.path.realpath(start.resume))
+    device = runs.choose_device(start.device)
+    runs.start_process_group(device, start.timeout_s)
+    folder = runs.Folder(start.out_dir)
+    checkpoint, record = runs.find_checkpoint(folder, start.resume, start.timeout_s,
+                                              takes=not start.eval_only)
+    if start.eval_only and record is None and start.init_from is None:
+        raise SystemExit(f"--eval_only: there is no checkpoint in {folder.path}. It needs --resume "
+                         "or --init_from, such as --resume out/best")
+    if start.resume == "auto" and record is None:
+        say(f"no checkpoint in {folder.path}: a new run begins")
+    if record is not None and "flags" not in record:
+        raise SystemExit(f"{checkpoint} was not written by train.py: its record has no flags")
+    config = together(complete, given, record, device)
+    torch.set_num_threads(config.threads)
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is refused
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no bit
+        torch.use_deterministic_algorithms(True)
+    return config, device, folder, checkpoint, record
 
 
 def facts_of(config, gpt, tokens):
@@ -337,6 +334,18 @@ def assemble(gpt, config, device):
     model = wrap(gpt, config, device)
     optimizers = [] if config.eval_only else make_optimizers(model, config)
     return Run(config, device, gpt, model, optimizers, make_scaler(config, device))
+
+
+def begin(run, tokens, goes_on_here):
+    """From here on out_dir is this run's, and it reads tokens. goes_on_here: from a checkpoint in
+    out_dir; one that lies elsewhere begins a new run. A collective."""
+    progress = run.progress
+    step, best_step = (progress["step"], progress["best_step"]) if goes_on_here else (0, 0)
+    has_best = on_rank_0(run.folder.begin, step, best_step)
+    if not has_best:  # there is none yet, or it is in another folder
+        progress |= dict(best_step=0, best_val_loss=math.inf)
+    run.batches = micro_batches(tokens, progress["step"] + 1, run.config, run.device)
+    run.batch = next(run.batches)
 
 
 def loop(run):
@@ -528,20 +537,16 @@ def autocast(dtype, device):
     return torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "fp32")
 
 
-def lr_at(step, config):
-    """Learning rate of a step, from 1 on: linear warm-up to lr, then a cosine from lr to min_lr."""
-    if step <= config.warmup_steps:
-        return config.lr * step / (config.warmup_steps + 1)
+def set_lr(optimizers, step, config):
+    """Set the learning rate of a step, from 1 on, for all parameters -> that rate: linear warm-up
+    to lr, then a cosine from lr to min_lr."""
     min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
     decay_steps = max(1, config.max_steps - config.warmup_steps)
     done = (step - 1 - config.warmup_steps) / decay_steps
     coefficient = 0.5 * (1 + math.cos(math.pi * done))  # falls from 1 towards 0
-    return min_lr + coefficient * (config.lr - min_lr)
-
-
-def set_lr(optimizers, step, config):
-    """Set the learning rate of a step for all parameters -> that rate."""
-    lr = lr_at(step, config)
+    lr = min_lr + coefficient * (config.lr - min_lr)
+    if step <= config.warmup_steps:
+        lr = config.lr * step / (config.warmup_steps + 1)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -654,6 +659,11 @@ def new_gpt(gpt_config, config):
         return GPT(gpt_config)
 
 
+# Where fused AdamW has the same bits for a tensor as for its slices. Its CPU kernel rounds the end
+# of a tensor differently. `pytest tests/test_devices.py -k fused` tries the device that is there.
+FUSED_ADAMW = ("cuda",)
+
+
 def make_optimizers(model, config):
     """[AdamW], which decays matrices only, as shards keep their dimensions; with --optimizer muon
     [AdamW, Muon], the latter for the matrices of blocks. (Of one that you add state has to be
@@ -668,12 +678,11 @@ def make_optimizers(model, config):
             others.append(p)
     groups = [dict(params=matrices, weight_decay=config.weight_decay),
               dict(params=others, weight_decay=0.0)]
-    # Fused where it has the same bits for a tensor as for its slices: its CPU kernel rounds the end
-    # of a tensor differently. And not with a scaler (torch 2.13), which hands it a number of shape
-    # (1,), and it subtracts that from steps of shape (). foreach on an accelerator, as else each
-    # tensor takes kernels of its own.
+    # Not fused with a scaler (torch 2.13), which hands it a number of shape (1,), and it subtracts
+    # that from steps of shape (). foreach on an accelerator: else each tensor takes kernels of its
+    # own.
     kind = others[0].device.type
-    fused = kind == "cuda" and not has_scaler(config)
+    fused = kind in FUSED_ADAMW and not has_scaler(config)
     options = dict(lr=config.lr, betas=(config.beta1, config.beta2), fused=fused,
                    foreach=kind != "cpu" and not fused)
     if config.mode == "torch-zero1":
@@ -748,19 +757,16 @@ def sample(run):
             tokenizer = together(load_tokenizer, config.tokenizer)
         except SystemExit as error:
             return f"none, as there is no tokenizer: {error}"
+    V = run.gpt.config.vocab_size
+    if tokenizer.n_vocab != V:  # the model is that of --init_from
+        return f"none, as the tokenizer knows {tokenizer.n_vocab} tokens, and the model {V}"
     prompt = encode(config.prompt, tokenizer).tolist() or [tokenizer.eot_token]
-    if max(prompt) >= run.gpt.config.vocab_size:
-        return f"none, as --prompt is tokens {prompt}, of which the model does not know all"
     generator = torch.Generator(device).manual_seed(config.seed)
     idx = torch.tensor([prompt], device=device)
     # Eager, since compiling for every length would take longer than the run.
     with autocast(config.dtype, device), torch.compiler.set_stance("force_eager"):
         idx = run.gpt.generate(idx, config.sample_tokens, temperature=0.8, generator=generator)
-    try:
-        text = tokenizer.decode(idx[0].tolist())
-    except KeyError:  # the vocabulary is that of --init_from, and has more tokens
-        return f"tokens {idx[0].tolist()}"
-    return text.removeprefix("\n")
+    return tokenizer.decode(idx[0].tolist()).removeprefix("\n")
 
 
 def param_sha256(model):
@@ -907,7 +913,8 @@ def main():
     warnings.filterwarnings("ignore", message=".*``always_call=True`` raised an exception")
     progress = dict(step=0, best_step=0, best_val_loss=math.inf, skipped=0, entry={},
                     run_id=os.urandom(8).hex())
-    runs.end_with(lambda: train(progress), progress)
+    given = runs.read_flags(Config, __doc__, sys.argv[1:])
+    runs.end_with(lambda: train(given, progress), progress)
 
 
 if __name__ == "__main__":

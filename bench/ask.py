@@ -42,27 +42,28 @@ def check(question):
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    runs = importlib.import_module("runs")
     train = importlib.import_module("train")
-    train.refuse = sys.exit  # it would end without naming the row
-    train.read_flags(question["flags"])
+    runs.leave_together = sys.exit  # it would end without naming the row
+    runs.read_flags(train.Config, "", question["flags"])
     for run in question["runs"]:
         n_local = run["W"] // run["hosts"]
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(n_local))
         W = 1 if run["are_alone"] else run["W"]
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=W)
         try:
-            given = train.read_flags(run["flags"])
-            device = train.choose_device(given.get("device"))
+            given = runs.read_flags(train.Config, "", run["flags"])
+            device = runs.choose_device(given.get("device"))
             train.complete(given, None, device)
-            check_devices(train, run, device.type)
+            check_devices(runs, run, device.type)
         except SystemExit as error:
             sys.exit(f"{run['row']}, W={run['W']}: {error}")
         dist.destroy_process_group()
 
 
-def check_devices(train, run, kind):
+def check_devices(runs, run, kind):
     """Processes that know nothing of each other do not say that they share a device."""
-    _, _, n_devices = train.local_numbers(kind)
+    _, _, n_devices = runs.local_numbers(kind)
     if run["are_alone"] and run["W"] > n_devices:
         sys.exit(f"--device {kind}: each process needs a device of its own, and there are "
                  f"{n_devices}: choose smaller --worlds")

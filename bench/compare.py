@@ -30,8 +30,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bench.timeline import refuse
-from checkpoint import newest_first, problem_of, read_record
 from model import GPT, GPTConfig
+from runs import Folder, problem_of, RECORD
 
 NORMS = ("grad_norm", "param_norm")
 NUMBERS = ("loss", *NORMS)  # of a line of metrics.jsonl
@@ -133,8 +133,8 @@ def print_metrics(steps, entries_a, entries_b):
 
 def newest_common(out_dir_a, out_dir_b):
     """-> the newest checkpoints of the two folders that are of one step, None, None without any."""
-    names_b = {folder.name for folder in newest_first(out_dir_b)}
-    for folder in newest_first(out_dir_a):
+    names_b = {folder.name for folder in Folder(out_dir_b).newest_first()}
+    for folder in Folder(out_dir_a).newest_first():
         if folder.name in names_b:
             return folder, out_dir_b / folder.name
     return None, None
@@ -146,7 +146,7 @@ def read_whole_record(folder):
     problem = problem_of(folder)
     if problem is not None:
         refuse(f"{folder} {problem}")
-    record = read_record(folder)
+    record = json.loads((folder / RECORD).read_text())
     for name in ("flags", "facts"):
         if name not in record:
             refuse(f"{folder} was written by an earlier version of train.py: it has no {name}")

@@ -16,6 +16,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import train
+from runs import read_flags
 from tests.messages import messages, NotCounted
 
 COUNTED_STEP = 3
@@ -52,7 +53,7 @@ def add_to_result(sent_bytes):
 
 
 def main():
-    given = train.read_flags(sys.argv[1:])
+    given = read_flags(train.Config, train.__doc__, sys.argv[1:])
     sent_bytes = []
     if not given.get("profile") and not given.get("trace"):
         count(sent_bytes)

@@ -15,6 +15,7 @@ memory, where train.py's modes take gloo. If that first run is killed, it leaves
 """
 
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -65,18 +66,19 @@ def main():
     import torch.distributed as dist
 
     import data
+    import runs
 
     train = importlib.import_module("train")
 
     # Of what is used below nothing depends on train.py's mode.
-    given = train.read_flags([*flags, "--mode", "ddp"])
+    given = runs.read_flags(train.Config, "", [*flags, "--mode", "ddp"])
     if given.get("dtype", "fp32") != "fp32":
         refuse(f"--dtype {given['dtype']}: these rows are in fp32")
     if given.get("micro_batch_size") == "auto":
         refuse("--micro_batch_size auto is train.py's alone")
     start = train.Config(**given)
-    device = train.choose_device(start.device)
-    train.start_process_group(device, start.timeout_s)
+    device = runs.choose_device(start.device)
+    runs.start_process_group(device, start.timeout_s)
     # DeepSpeed looks for its accelerator where it is imported.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
@@ -87,7 +89,7 @@ def main():
     plain = train.build_gpt(config, vocab_size, None)
     config.block_size = plain.config.block_size
     os.makedirs(config.out_dir, exist_ok=True)
-    source = train.on_rank_0(data.tokenize, config, tokenizer, train.say)
+    source = runs.on_rank_0(data.tokenize, config, tokenizer, runs.say)
     tokens, _ = data.load_tokens(config, source, plain.config.vocab_size)
     W = dist.get_world_size()
     m = config.micro_batch_size
@@ -113,13 +115,13 @@ def main():
         dist_init_required=False,
     )
 
+    batches = data.micro_batches(tokens, 1, config, device)
     times_s = []
     for step in range(1, config.max_steps + 1):
         start_s = time.perf_counter()
-        for group in engine.optimizer.param_groups:
-            group["lr"] = train.lr_at(step, config)
+        train.set_lr([engine.optimizer], step, config)
         total = torch.zeros((), dtype=torch.float64, device=device)
-        for x, y in data.micro_batches(tokens, step, config, device):
+        for x, y in itertools.islice(batches, n):
             _, loss = engine(x, y)
             engine.backward(loss)
             engine.step()  # it steps with the last micro-step alone
@@ -131,7 +133,7 @@ def main():
         if dist.get_rank() == 0:
             print(f"step {step} | loss {train_loss:.4f}", flush=True)
 
-    held = torch.tensor(train.peak_mem_bytes(device), device=device)
+    held = torch.tensor(runs.peak_mem_bytes(device), device=device)
     dist.all_reduce(held, dist.ReduceOp.MAX)
     step_s = statistics.median(times_s)
     tokens_per_step = config.global_batch_size * config.block_size

@@ -48,6 +48,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import torch
 
 import train
+from data import choose_tokenizer
+from oracle import kinds_of_devices
+from runs import read_flags
 from bench.start import Parser
 from bench.timeline import KINDS, pyplot_on_nothing, refuse, ROOT, save, WHOLE
 
@@ -62,7 +65,7 @@ OWN_FLAGS = ("mode", "n_layer", "micro_batch_size", "global_batch_size", "out_di
 FP32_BYTES = 4
 NUMBERS_KEPT = 24  # by a block for its backward, for each token, in widths of the model: about
 # What a rank says whose memory is out: train.py; C++, where no tensor was to be made; the kernel.
-OUT_OF_MEMORY = (train.OUT_OF_MEMORY, "std::bad_alloc", "MemoryError", "Cannot allocate memory")
+OUT_OF_MEMORY = ("out of memory", "std::bad_alloc", "MemoryError", "Cannot allocate memory")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -97,7 +100,7 @@ def run_rank(budget_mb, flags):
     build_gpt = train.build_gpt
 
     def build_gpt_with_limit(config, *arguments):
-        kind = config.device or train.kinds_of_devices()[-1]
+        kind = config.device or kinds_of_devices()[-1]
         before = limit_memory(round(budget_mb * 1e6), kind)
         print(f"BEFORE {before}\n", end="", flush=True)  # one write, as ranks share the file
         return build_gpt(config, *arguments)
@@ -152,9 +155,9 @@ def flags_of(question, search):
 
 def count_parameters(n_layer, flags):
     """Of the model that train.py makes of these flags."""
-    config = train.Config(**train.read_flags(flags))
+    config = train.Config(**read_flags(train.Config, "", flags))
     config.mode, config.n_layer = "zero3", n_layer  # whose model is built without memory
-    _, vocab_size = train.choose_tokenizer(config)
+    _, vocab_size = choose_tokenizer(config)
     gpt = train.build_gpt(config, vocab_size, None)
     return sum(p.numel() for p in gpt.parameters())
 
@@ -303,7 +306,7 @@ def formula(mode, W):
 
 def estimate_layers(search, mode, W):
     """How many layers should fit. A fifth of the budget is left for messages and threads."""
-    config = train.Config(**train.read_flags(search.flags))
+    config = train.Config(**read_flags(train.Config, "", search.flags))
     per_layer = count_parameters(2, search.flags) - count_parameters(1, search.flags)
     activations = config.block_size * config.n_embd * NUMBERS_KEPT  # of one sequence
     layer_bytes = formula(mode, W) * per_layer + FP32_BYTES * activations
@@ -517,7 +520,7 @@ def parse_arguments():
 def check_flags(flags, budget_mb, W):
     """End with one line where train.py refuses these flags, or where the limit cannot be set, or
     is more than W ranks have on this machine."""
-    given = train.read_flags(flags)
+    given = read_flags(train.Config, "", flags)
     try:
         count_parameters(1, flags)
     except SystemExit as error:

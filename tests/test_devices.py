@@ -12,13 +12,13 @@ from contextlib import contextmanager, ExitStack
 from functools import partial
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from dropin import ddp
 import oracle
+import runs
 import train
 from extras import auto
 import verify
@@ -104,16 +104,6 @@ def test_ranks_share_devices(n, indices, places):
     assert taken(n, n) == (list(range(n)), [None] * n), "these do not share"
 
 
-def test_train_says_who_shares():
-    """One line, or none where each rank has a device of its own, as on a CPU."""
-    for n, n_ranks, line in ((1, 2, "2 ranks share 1 device: times say nothing"),
-                             (3, 4, "4 ranks share 3 devices: times say nothing"), (2, 2, None)):
-        with devices("cuda", n, "nccl", 0, n_ranks), mock.patch.object(train, "say") as say:
-            train.say_sharing("cpu")
-            train.say_sharing("cuda")
-        assert say.call_args_list == ([mock.call(line)] if line else [])
-
-
 def in_main(change, *arguments):
     """Plant change(train.py as it runs, *arguments), when the group is made."""
     start = dist.init_process_group
@@ -127,14 +117,16 @@ def in_main(change, *arguments):
 
 def share_device(main):
     """A host with one device for its two ranks."""
-    main.local_numbers = lambda kind: (this_rank(), 2, 1)
+    runs.local_numbers = lambda kind: (this_rank(), 2, 1)
 
 
 def test_a_run_says_who_shares(tmp_path):
-    """Rank 0 does, before the first step."""
+    """Rank 0 does, before the first step; where each has a device of its own nobody does."""
+    line = "2 ranks share 1 device: times say nothing\n"
     run = run_train(tmp_path, 2, plant=partial(in_main, share_device), mode="ddp")
-    first, *_ = run.stdout[0].splitlines()
-    assert first == "2 ranks share 1 device: times say nothing" and run.codes == [0, 0], run
+    first, *_ = run.stdout[0].split("step     1/4")
+    assert line in first and run.codes == [0, 0], run
+    assert line not in run_train(tmp_path, 2, mode="ddp").stdout[0]
     assert "share" not in run.stdout[1], run
 
 
@@ -142,16 +134,16 @@ def test_train_chooses_a_device():
     """The accelerator unless --device says otherwise; what is not there, or cannot be shared, is
     refused in a line that says why."""
     with devices("xpu", 2, "xccl", 1, 2):
-        assert train.choose_device(None) == torch.device("xpu", 1)
-        assert train.choose_device("cpu") == torch.device("cpu")
-        raises(SystemExit, "cuda is not on this machine: choose cpu or xpu", train.choose_device,
+        assert runs.choose_device(None) == torch.device("xpu", 1)
+        assert runs.choose_device("cpu") == torch.device("cpu")
+        raises(SystemExit, "cuda is not on this machine: choose cpu or xpu", runs.choose_device,
                "cuda")
     with devices("xpu", 2, "xccl", 1, 3):  # this rank shares with none, but others do
         raises(SystemExit, "3 ranks here, for 2 devices, and xccl cannot share a device",
-               train.choose_device, None)
-        assert train.choose_device("cpu") == torch.device("cpu")
+               runs.choose_device, None)
+        assert runs.choose_device("cpu") == torch.device("cpu")
     with devices("mps", 1, "gloo"):
-        assert train.choose_device(None) == torch.device("cpu")
+        assert runs.choose_device(None) == torch.device("cpu")
 
 
 @pytest.mark.ranks(2)
@@ -193,7 +185,7 @@ def log_reads(main, folder):
     reads = []
     for name in READS:
         note_reads(name, reads)
-    for function in ("train_step", "compare_parameters"):
+    for function in ("measured_step", "compare_parameters"):
         real = getattr(main, function)
         setattr(main, function, partial(call_and_log, real, reads, folder / f"{this_rank()}"))
 
@@ -206,41 +198,46 @@ def call_and_log(function, reads, path, *arguments):
 
 
 @pytest.mark.parametrize("mode", ["single", "ddp", "zero1", "zero2", "zero3"])
-def test_a_step_reads_twice(mode, tmp_path):
-    """The CPU waits for an accelerator at two places of train.py's in a step, and once to compare
-    parameters. Wrappers have one of their own, `Count.wait` in ddp.py, at most once a backward,
-    after what is learned in the first step."""
+def test_where_a_step_reads(mode, tmp_path):
+    """The CPU waits for an accelerator before the update, after it, and when ranks have compared
+    their times; and once to compare parameters. Wrappers read nothing."""
     W = 1 if mode == "single" else 2
     finish(tmp_path / "out", W, mode=mode, global_batch_size=4,
            plant=partial(in_main, log_reads, tmp_path))
-    n_backwards = 4 // W
+    in_step = ["train.py: train_step calls tolist", "train.py: measured_step calls item",
+               "runs.py: of_all_ranks calls tolist"]
+    expected = {"measured_step": in_step,
+                "compare_parameters": ["train.py: compare_parameters calls tolist"]}
     for rank in range(W):
         calls = lines_of(tmp_path / f"{rank}")
-        assert [name for name, *_ in calls] == 4 * ["train_step", "compare_parameters"]
+        assert [name for name, *_ in calls] == 4 * ["measured_step", "compare_parameters"]
         for name, *reads in calls[2:]:
-            own = [read for read in reads if read == f"train.py: {name} calls tolist"]
-            waits = [read for read in reads if read == "ddp.py: wait calls tolist"]
-            assert len(own) == (2 if name == "train_step" else 1), f"rank {rank}: {reads}"
-            assert len(own) + len(waits) == len(reads), f"rank {rank}, {name}: {reads}"
-            most = n_backwards if name == "train_step" and mode != "single" else 0
-            assert len(waits) <= most, f"rank {rank}, {name}: {reads}"
+            assert reads == expected[name], f"rank {rank}, {name}: {reads}"
 
 
 def test_times_of_all_ranks():
-    """Least, mean and most, where this rank's time is that to the end. The slowest rank is the one
-    that waits least for others, whichever has begun first."""
-    own = dict(step_ms=13.0, comm_exposed_ms=4.0, mem_bytes=1.0)
-    table = [[10.0, 12.0], [4.0, 5.0], [1.0, 3.0]]
-    with mock.patch.object(dist, "get_rank", lambda: 0):
-        assert train.over_ranks(own, np.array(table)) == dict(
-            slowest=1, step_ms=[12, 12.5, 13], comm_exposed_ms=[4, 4.5, 5], mem_bytes=[1, 2, 3])
-        table[0] = [3.0, 412.0]  # rank 0 has begun late, and the other one has waited for it
-        table[1] = [1.0, 408.0]
-        assert train.over_ranks(own, np.array(table)) == dict(
-            slowest=1, step_ms=[13, 212.5, 412], comm_exposed_ms=[1, 204.5, 408],
-            mem_bytes=[1, 2, 3])
-        table[1] = [math.nan, math.nan]
-        assert train.over_ranks(own, np.array(table))["slowest"] is None
+    """Least, mean and most. The slowest rank is the one that waits least for others, whichever has
+    begun first."""
+    def of_all(step_ms, exposed_ms):
+        columns = dict(step_ms=step_ms, comm_exposed_ms=exposed_ms, mem_bytes=[1.0, 3.0])
+        with mock.patch.object(runs, "of_all_ranks", lambda own, device: columns):
+            return train.over_ranks({}, None)
+
+    assert of_all([13.0, 12.0], [4.0, 5.0]) == dict(
+        slowest=0, step_ms=[12, 12.5, 13], comm_exposed_ms=[4, 4.5, 5], mem_bytes=[1, 2, 3])
+    # Rank 0 has begun late, and the other one has waited for it.
+    assert of_all([13.0, 412.0], [1.0, 408.0]) == dict(
+        slowest=0, step_ms=[13, 212.5, 412], comm_exposed_ms=[1, 204.5, 408], mem_bytes=[1, 2, 3])
+    assert of_all([5.0, 5.0], [4.0, 1.0])["slowest"] == 1
+    assert of_all([5.0, 5.0], [math.nan, math.nan])["slowest"] is None
+
+
+@pytest.mark.ranks(1, 3)
+def test_each_rank_knows_all_numbers(W):
+    """In order of rank."""
+    rank = dist.get_rank()
+    actual = runs.of_all_ranks(dict(a=rank + 0.5, b=10.0**17), torch.device("cpu"))
+    assert actual == dict(a=[r + 0.5 for r in range(W)], b=W * [1e17])
 
 
 class Event:
@@ -419,21 +416,20 @@ def test_the_most_that_fits(limit, expected, tried):
     more = 5 * dist.get_rank()
     sizes = []
 
-    def peak(model, optimizers, size, *others):
+    def peak(run, size, train_step):
         sizes.append(size)
         actual = max(KEPT, HELD + EACH * size) + more
         return 1e6 * actual if actual < 2 * limit else math.inf
 
     config = train.Config(mode="ddp", micro_batch_size="auto", global_batch_size=48)
     config.memory_limit_gb = limit / 1e3
-    nothing = mock.MagicMock()
-    with mock.patch.multiple(train, wrap=nothing, build_on_device=nothing, make_optimizers=nothing,
-                             say=nothing), mock.patch.object(auto, "peak_of_steps", peak):
+    search = partial(auto.largest_micro_batch, config, torch.device("cpu"), lambda config: None,
+                     None)
+    with mock.patch.object(auto, "peak_of_steps", peak):
         if expected is None:
-            raises(SystemExit, "size 1 takes 0.6", auto.largest_micro_batch, config, None,
-                   torch.device("cpu"))
+            raises(SystemExit, "size 1 takes 0.6", search)
         else:
-            actual = auto.largest_micro_batch(config, None, torch.device("cpu"))
+            actual = search()
             assert actual == expected, f"{actual}, after {sizes}"
     assert sizes == tried
 
@@ -483,13 +479,18 @@ def test_no_deterministic_kernel(tmp_path):
     assert ended.codes == [1, 1], ended
 
 
-def test_devices_have_a_peak():
+@pytest.mark.ranks(2)
+def test_devices_have_a_peak(W):
     """By their names; what is not known has none, and so no MFU, as on a CPU."""
+    gpt = verify.small_gpt()
     for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12),
-                       ("NVIDIA A100-SXM4-80GB", 312e12)):
-        assert train.peak_flops(name) == peak, name
-    for name in ("CPU", "NVIDIA GeForce GTX 970"):
-        assert math.isnan(train.peak_flops(name)), name
+                       ("NVIDIA A100-SXM4-80GB", 312e12), ("CPU", None), ("NVIDIA GTX 970", None)):
+        with mock.patch.object(train, "device_name", lambda device: name):
+            actual = train.mfu(1000.0, gpt, None)
+        if peak is None:
+            assert math.isnan(actual), name
+        else:
+            assert actual == 1000.0 * gpt.flops_per_token() / (W * peak), name
 
 
 def test_a_cpu_has_no_mfu(tmp_path):

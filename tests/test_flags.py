@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+import runs
 import train
 from tests.common import raises, two_at_a_time
 from tests.params import ROOT
@@ -36,10 +37,10 @@ NAMED = {  # and those whose line names something else
     "--tensorboard": "install tensorboard", "--mode=zero2 --shard_size=2": "shard_size",
     "--export_hf=hf": "install safetensors", "--compile": r"C\+\+ compiler",
     "--batch_size=8": "--micro_batch_size", "--max_step=5": "--max_steps", "--beta3=1": "--beta",
-    "--dtype=bfloat16": "fp32, bf16, fp16", "--compile=False": "--no-compile",
+    "--dtype=bfloat16": "fp32.*bf16.*fp16", "--compile=False": "--no-compile",
     "--tokenizer": "expected one argument", "config.py": r"config\.py; --help lists all$",
-    f"--resume={ROOT}": "no checkpoint", "--out_dir=": "out_dir.*not empty",
-    "--dataset=DATA/abc.txt": "Take a longer text"}
+    f"--resume={ROOT}": "no checkpoint", "--out_dir=": "--out_dir is empty",
+    "--dataset=DATA/abc.txt": "Take a longer text", "--dataset=DATA/chars": "input.txt"}
 
 
 def bare():
@@ -70,6 +71,7 @@ def write_texts(folder):
                           ("0/tokens", b"a\0" * 600), ("1/tokens", b"b\0" * 600),
                           ("0/lost", b"a\0" * 600)):
         texts |= {f"{name}/train.bin": content, f"{name}/val.bin": content}
+    texts["chars/meta.pkl"] = b""
     for name, content in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -96,7 +98,7 @@ def test_mistakes_are_one_line(tmp_path):
     refused("differ in data", out, 2, mode="ddp", dataset="tokens", plant=here)
     refused("rank 1: .*lost", out, 2, mode="ddp", dataset="lost", plant=here)
     finish(out, 2, mode="ddp", dataset="text", plant=here)  # a text is rank 0's alone
-    refused("rank 1: --out_dir .*1/out is another folder than rank 0's", "out", 2, mode="ddp",
+    refused(r"ranks differ in the folder --out_dir, by its \.lock", "out", 2, mode="ddp",
             save_interval=1, plant=here)
     refused(r"step 23\b", out, 2, status=1, mode="ddp", max_steps=30,
             plant=partial(spoil, "cross_entropy", {2, *range(4, 99)}, math.nan))
@@ -106,7 +108,7 @@ def test_mistakes_are_one_line(tmp_path):
 
 
 FIELDS = dataclasses.fields(train.Config)
-NUMBERS = [field for field in FIELDS if field.type in (int, float)]
+NUMBERS = [field for field in FIELDS if field.type in (int, float, train.int_or_auto)]
 WORDS = [field for field in FIELDS if field.metadata["choices"]]
 NEEDY = [field for field in FIELDS if field.metadata["needs"]]
 
@@ -120,8 +122,8 @@ def read(*words):
     def refuse(text):
         raise SystemExit(text)
 
-    with mock.patch.object(train, "refuse", refuse):
-        return train.read_flags(words)
+    with mock.patch.object(runs, "leave_together", refuse):
+        return runs.read_flags(train.Config, "", words)
 
 
 def completed(given, flags_of_checkpoint=None):
@@ -137,7 +139,9 @@ def another(field):
     if field.type is bool:
         return not field.default
     about = field.metadata
-    possible = [*about["choices"], *([field.type(about["least"]), 1] if field in NUMBERS else [])]
+    possible = [*(about["choices"] or ())]
+    if field in NUMBERS:
+        possible += [field.type(about["least"]), 1]
     return next((value for value in possible if value != field.default), "another")
 
 
@@ -151,7 +155,7 @@ def test_help_has_each_flag_once():
         row = " ".join(row.split())
         assert field.metadata["help"] and field.metadata["help"] in row, row
         assert field.default is None or row.endswith(f"[{field.default!r}]"), row
-        assert all(str(word) in row for word in field.metadata["choices"]), row
+        assert all(str(word) in row for word in field.metadata["choices"] or ()), row
         assert field.default is not None or "[None]" not in row, row
 
 
@@ -161,17 +165,22 @@ def test_numbers_have_limits(field):
     that names the flag and both; so is what is no number."""
     flag, least, most = f"--{field.name}", field.metadata["least"], field.metadata["most"]
     assert field.default is None or least <= field.default <= most
-    beyond = [math.nextafter(least, -math.inf), math.nextafter(most, math.inf)]
-    if field.type is int:
+    beyond = [math.nextafter(least, -math.inf), math.nextafter(most, math.inf), "nan", "inf",
+              "-inf"]
+    bad = ["few", ""]
+    if field.type is not float:
         least, most = int(least), int(most)
         beyond = [least - 1, most + 1]
+        bad += ["nan", "1.5"]
     for value in (least, most):
         assert read(f"{flag}={value}") == {field.name: value}
-        assert type(read(f"{flag}={value}")[field.name]) is field.type
-    for value in (*beyond, "nan", "inf", "-inf", "few", ""):
-        kind = "whole numbers" if field.type is int else ": numbers"
-        fact = f"{flag}: .*{kind} from {least:g} to {most:g}"
+        expected = int if field.type is train.int_or_auto else field.type
+        assert type(read(f"{flag}={value}")[field.name]) is expected
+    for value in beyond:
+        fact = f"{flag} {value} is not from {least:g} to {most:g}"
         raises(SystemExit, fact.replace("+", r"\+"), read, f"{flag}={value}")
+    for value in bad:
+        raises(SystemExit, f"{flag}: invalid", read, f"{flag}={value}")
 
 
 @of_field(WORDS)
@@ -179,8 +188,9 @@ def test_words_are_chosen(field):
     """Each of its words, and no other, which is answered by all of them."""
     for word in field.metadata["choices"]:
         assert read(f"--{field.name}={word}") == {field.name: word}
-    raises(SystemExit, ", ".join(field.metadata["choices"]), read, f"--{field.name}=other")
-    assert field.default is None or field in NUMBERS or field.default in field.metadata["choices"]
+    raises(SystemExit, f"--{field.name}: .*" + ".*".join(field.metadata["choices"]), read,
+           f"--{field.name}=other")
+    assert field.default is None or field.default in field.metadata["choices"]
 
 
 @of_field(NEEDY)
@@ -210,11 +220,10 @@ def test_some_flags_are_for_once():
             "export_hf"}
     assert {field.name for field in FIELDS if field.metadata["once"]} == once
     config = train.Config(**{field.name: another(field) for field in FIELDS})
-    config.dataset = config.init_from = "/folder"  # else a path becomes absolute
-    saved_flags = train.flags_to_save(config)
+    saved_flags = runs.flags_to_save(config)
     assert saved_flags.keys() == {field.name for field in FIELDS} - once
     config.mode, config.comm_hook, config.micro_batch_size = "ddp", "topk", "auto"
-    saved_flags = train.flags_to_save(config)
+    saved_flags = runs.flags_to_save(config)
     actual = completed({}, saved_flags)
     for field in FIELDS:
         needs_zero = field.metadata["needs"] == train.ZERO

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 import re
 import sys
 from functools import partial
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from dropin.tests.wrappers import WRAPPERS
 from dropin.zero import PlainZero3
-import train
+import runs
 from extras import auto
 from model import apply_rotary, GPT, GPTConfig, PRESETS, rotary_tables
 from tests.common import on_meta, planted, raises
@@ -282,11 +281,11 @@ def peak_in_logits(gpt):
     idx = torch.arange(384).view(2, 192)
     for _ in range(3):
         auto.reset_peak(idx.device)
-        before = train.peak_mem_bytes(idx.device)
+        before = runs.peak_mem_bytes(idx.device)
         with torch.autocast("cpu", torch.bfloat16):
             logits, loss = gpt(idx, idx)
         loss.backward()
-        peak = train.peak_mem_bytes(idx.device)
+        peak = runs.peak_mem_bytes(idx.device)
         n_bytes = 2 * logits.numel()
         del logits, loss
     return (peak - before) / n_bytes
@@ -325,7 +324,9 @@ def test_llama_folders_go_out_and_in(tmp_path):
     small = transformers.LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8,
                                      num_hidden_layers=1, num_attention_heads=1)
     transformers.LlamaForCausalLM(small).save_pretrained(tmp_path / "small")
-    refused("prompt", None, argv=[f"--init_from={tmp_path}/small", "--eval_only", "--prompt=z"])
+    asked = finish(None, argv=[f"--init_from={tmp_path}/small", "--eval_only", "--prompt=z",
+                               "--eval_steps=0"])["stdout"]
+    assert "sample:\nnone, as the tokenizer knows 257 tokens, and the model 64\n" in asked, asked
     for name in ("train.bin", "val.bin"):
         block.repeat(300).numpy().astype(np.uint16).tofile(tmp_path / name)
     trained = finish(tmp_path / "out", 2, mode="zero3", n_head=4, n_kv_head=2, lr=0.1,
@@ -350,23 +351,21 @@ def test_llama_folders_go_out_and_in(tmp_path):
 
 def test_another_vocabulary_is_said(tmp_path):
     """A Llama whose vocabulary is not the tokenizer's begins with weights that are for other
-    tokens: one line says so. Where both have as many there is nothing to say, nor where a run goes
-    on, by then without that folder."""
+    tokens: one line says so, and there is no sample. Where both have as many there is nothing to
+    say, nor where a run goes on, by then without that folder."""
     pytest.importorskip("safetensors", reason="pip install safetensors")
-    out, hf, chars = tmp_path / "out", tmp_path / "hf", tmp_path / "chars"
+    out, hf, tokens = tmp_path / "out", tmp_path / "hf", tmp_path / "tokens"
     finish(out, export_hf=hf, max_steps=1)
     sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
     actual = finish(tmp_path / "same", init_from=hf, max_steps=1, **sizes)["stdout"]
-    assert "other ones" not in actual, actual
-    chars.mkdir()
+    assert "other ones" not in actual and "sample:\nnone" not in actual, actual
+    tokens.mkdir()
     for name in ("train.bin", "val.bin"):
-        (np.arange(999) % 200).astype(np.uint16).tofile(chars / name)
-    itos = {i: chr(i) for i in range(200)}
-    stoi = {character: i for i, character in itos.items()}
-    (chars / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=200, itos=itos, stoi=stoi)))
-    options = dict(W=2, mode="zero3", init_from=hf, dataset=chars, save_interval=1, **sizes)
+        (np.arange(999) % 200).astype(np.uint16).tofile(tokens / name)
+    options = dict(W=2, mode="zero3", init_from=hf, dataset=tokens, save_interval=1,
+                   tokenizer="gpt2", **sizes)
     actual = finish(out, max_steps=1, **options)["stdout"]
-    fact = f"--init_from {hf} knows 257 tokens, and the tokenizer 200: its weights are for other"
+    fact = f"--init_from {hf} knows 257 tokens, and the tokenizer 50257: its weights are for other"
     assert actual.count(fact) == 1, actual
     hf.rename(tmp_path / "gone")
     actual = finish(out, max_steps=2, resume="auto", **options)["stdout"]

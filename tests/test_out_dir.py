@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import pathlib
-import re
 import shutil
 import signal
 import socket
@@ -15,7 +14,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -26,8 +24,8 @@ from tests.runs import (FORK, ask, fail, finish, flags, in_update, lines_of, not
 from tests.test_checkpoint import contents, view_of
 from tests.test_faults import freeze
 from tests.test_runs import under_torchrun
-import checkpoint
 import data
+import runs
 
 
 def freeze_rank_0(folder):
@@ -80,7 +78,7 @@ def test_a_second_run_is_refused(n_ranks, tmp_path):
 
 
 def test_the_lock_says_whose_it_is(tmp_path):
-    """It has host, process, parent and step of a run, which each step changes; it stays."""
+    """It has host, process and step of a run, which each step changes; it stays."""
     out = tmp_path / "out"
     first = Frozen(tmp_path, out)
     facts = json.loads((out / ".lock").read_text())
@@ -192,7 +190,7 @@ def test_of_starts_at_once_one_runs(n_starts, resume, tmp_path):
         n_idle = sum("all 4 steps have been made" in run.stdout[0] for run in ended)
         assert n_idle == n_starts - 1, [run.stdout[0] for run in ended]
     assert [entry["step"] for entry in lines_of(out / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert not [*out.glob("earlier_*")], "something was moved"
+    assert not (out / "earlier").exists(), "something was moved"
 
 
 def signal_in_loading(number):
@@ -212,7 +210,7 @@ def test_a_lock_goes_with_its_run(tmp_path):
     for number in (signal.SIGTERM, signal.SIGINT):
         ended = run_train(out, plant=partial(signal_in_loading, number))
         assert ended.codes == [-number] and not ended.stderr[0], ended
-    assert saved(out)[-1] == 4 and not [*out.glob("earlier_*")], "something was moved"
+    assert saved(out)[-1] == 4 and not (out / "earlier").exists(), "something was moved"
     for n_ranks, mode in ((1, "single"), (2, "zero2")):
         plant = partial(in_update, 2, n_ranks - 1, fail, "planted")
         ended = run_train(out, n_ranks, mode=mode, plant=plant)
@@ -248,13 +246,13 @@ def die_in_starts(places):
     if places[number] == "update":
         in_update(3, 0, die)
         return
-    take = checkpoint.Lock.take
+    take = runs.Folder.take
 
     def take_and_die(*arguments):
         take(*arguments)
         die()
 
-    checkpoint.Lock.take = take_and_die
+    runs.Folder.take = take_and_die
 
 
 @pytest.mark.parametrize("places", [("lock",), ("update", "lock")], ids="-".join)
@@ -278,28 +276,38 @@ def test_torchrun_starts_again_in_a_used_folder(places, tmp_path):
     assert len(resumed) == len(places) - 1, printed
     assert all("after step 2, on 2 ranks" in line for line in resumed), printed
     assert f'"param_sha256": "{expected}"' in printed, printed
-    assert before <= contents(*out.glob("earlier_*")), "the earlier run's checkpoint is lost"
+    assert before <= contents(out / "earlier"), "the earlier run's checkpoint is lost"
     assert [entry["step"] for entry in lines_of(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def of_another_agent():
-    """Plant a restart whose parent has not started the run before."""
-    start_again()
-    os.getppid = os.getpid
-
-
-def test_another_agents_run_is_not_gone_on_with(tmp_path):
-    """A restart in whose first start nothing happened here goes on with no earlier run, unless
-    --resume says so; one that has begun does."""
+def test_a_restart_goes_on(tmp_path):
+    """With what its folder has, if a run had begun to write there, whatever --resume says. If none
+    had, or the mark is gone, as in a copy without hidden files, only the count tells."""
     expected = finish(tmp_path, save_interval=1)["param_sha256"]
     actual = finish(tmp_path, plant=start_again)
     assert "all 4 steps have been made" in actual["stdout"], actual
-    actual = finish(tmp_path, save_interval=1, plant=of_another_agent)
+    holder = json.loads((tmp_path / ".lock").read_text())
+    (tmp_path / ".lock").write_text(json.dumps(dict(holder, has_begun=False)))
+    actual = finish(tmp_path, save_interval=1, plant=start_again)
     assert "of an earlier run: moved to" in actual["stdout"], actual
-    assert "which you may delete (1 such folder here)" in actual["stdout"], actual
+    assert f"{tmp_path}/earlier/1, which you may delete" in actual["stdout"], actual
     assert "step     1/4" in actual["stdout"] and actual["param_sha256"] == expected, actual
-    actual = finish(tmp_path, save_interval=1, plant=of_another_agent, resume="auto")
+    (tmp_path / ".lock").unlink()
+    actual = finish(tmp_path, plant=start_again)
     assert "all 4 steps have been made" in actual["stdout"], actual
+
+
+def test_nothing_is_lost(tmp_path):
+    """Whatever begins anew in a used folder, or goes back: all that was written is there."""
+    out = tmp_path / "out"
+    kept = set()
+    for number, options in enumerate((dict(seed=1), dict(seed=2), dict(seed=3, max_steps=3),
+                                      dict(seed=3, resume=out / "step_00000001"), dict(seed=4))):
+        kept |= contents(out) if out.exists() else set()
+        finish(out, **{**dict(save_interval=1, keep_last=9, max_steps=2), **options})
+        lost = [content for content in kept - contents(out) if b'"step":' not in content[:9]]
+        assert not lost, f"lost by run {number}: {lost}"
+    assert sorted(path.name for path in (out / "earlier").iterdir()) == ["1", "2", "3", "4"]
 
 
 def is_there(pid):
@@ -358,50 +366,26 @@ def test_ranks_end_with_their_agent(n_ranks, number, tmp_path):
     assert "stopped by a signal" in (tmp_path / "log").read_text()
 
 
-MINE = dict(host="here", parent="7 since 1", run_id="mine")
+@pytest.mark.parametrize("text", ["", "no JSON", 5000 * "x"])
+def test_a_strange_lock_is_signed_anew(text, tmp_path):
+    """Whatever .lock has, and however much; who holds it can be read as soon as it is held."""
+    (tmp_path / ".lock").write_text(text)
+    folder = runs.Folder(tmp_path)
+    folder.take(None, 0, is_restart=False)
+    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, has_begun=False)
+    assert json.loads((tmp_path / ".lock").read_text()) == facts == folder.holder()
+    os.close(folder.lock)
 
 
-@pytest.mark.parametrize("n_restarts, before, expected", [
-    ("0", MINE, True),  # other nodes have come or gone
-    ("1", MINE, True),
-    (None, MINE, False),  # this is no torchrun
-    ("1", dict(MINE, has_begun=False), False),
-    ("1", dict(MINE, parent="9 since 2"), True),  # ranks are behind a shell
-    ("1", dict(MINE, host="there"), True),  # rank 0 was on another host
-    ("0", dict(MINE, parent="7 since 2"), False),  # in another container with equal numbers
-    ("1", dict(MINE, parent="7 since 2", run_id="other"), False),
-    ("1", dict(host="far"), False)], ids=str)
-def test_a_restart_is_known(n_restarts, before, expected, tmp_path):
-    """What an out_dir has is of a run that this torchrun has begun, or of an earlier one."""
-    (tmp_path / ".lock").write_text(json.dumps({**before, "has_begun": True, **before}))
-    lock = checkpoint.Lock(tmp_path)
-    lock.facts |= MINE
-    with mock.patch.dict(os.environ, clear=False):
-        os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
-        if n_restarts is not None:
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = n_restarts
-        assert lock.is_restart() == expected
+def with_long_name():
+    """Plant torchrun's own name of a run, longer than what .lock has."""
+    os.environ["TORCHELASTIC_RUN_ID"] = 1000 * "n"
 
 
-def test_without_a_lock_the_count_tells(tmp_path):
-    """As in a copy of a folder that was made without its hidden files."""
-    for n_restarts, expected in (("0", False), ("1", True)):
-        with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT=n_restarts):
-            assert checkpoint.Lock(tmp_path).is_restart() == expected
-
-
-def test_a_run_without_a_name_is_not_known():
-    """torchrun's --rdzv_id is none unless given: then only the parent tells."""
-    for run_id in (None, "none"):
-        lock = checkpoint.Lock(pathlib.Path("nowhere"))
-        lock.facts |= dict(MINE, run_id=run_id)
-        lock.holder = lambda: dict(MINE, run_id=run_id, parent="9 since 2", has_begun=True)
-        with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="1"):
-            assert not lock.is_restart()
-
-
-def test_a_parent_has_a_time():
-    assert re.fullmatch(rf"{os.getppid()} since \d+", checkpoint.parent())
+def test_a_lock_is_never_torn(tmp_path):
+    """However long torchrun's name of the run is."""
+    finish(tmp_path, plant=with_long_name)
+    assert json.loads((tmp_path / ".lock").read_text())["step"] == 4
 
 
 def test_a_folder_that_goes_is_noticed(tmp_path):

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch._dynamo.utils import counters
 
-import checkpoint
 import data
 import model
+import runs
 import train
 from extras import torchs
 from tests.params import ROOT
@@ -27,7 +27,8 @@ from tests.runs import (fail, finish, flags, in_update, lines_of, refused, run_a
                         saved, this_rank, write_line)
 from verify import small_gpt
 
-TRAIN = [ROOT / "train.py", ROOT / "data.py", ROOT / "checkpoint.py", *ROOT.glob("extras/*.py")]
+TRAIN = [ROOT / "train.py", ROOT / "runs.py", ROOT / "data.py", ROOT / "checkpoint.py",
+         *ROOT.glob("extras/*.py")]
 
 
 @pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
@@ -67,7 +68,8 @@ def test_modes_have_one_surface(mode):
         assert type(wrapper) is torchs.FSDP and "forward" not in vars(wrapper.module)
 
 
-SEVEN = ("ddp.py", "zero.py", "checkpoint.py", "oracle.py", "model.py", "data.py", "train.py")
+EIGHT = ("ddp.py", "zero.py", "checkpoint.py", "oracle.py", "model.py", "data.py", "runs.py",
+         "train.py")
 
 
 def alone(folder, words):
@@ -76,13 +78,13 @@ def alone(folder, words):
     run_alone(folder, "train.py", *words)
 
 
-def test_seven_files_are_enough(tmp_path):
+def test_eight_files_are_enough(tmp_path):
     """Copied to an empty folder they train in each mode of ours, resume in another one on another
     number of ranks, evaluate, and write a text, on the bits of here; what needs extras/ is refused
     in a line."""
     here = tmp_path / "here"
     here.mkdir()
-    for name in SEVEN:
+    for name in EIGHT:
         shutil.copy(ROOT / name, here / name)
     expected = finish(tmp_path / "out", max_steps=6)["param_sha256"]
 
@@ -100,7 +102,8 @@ def test_seven_files_are_enough(tmp_path):
     assert actual["param_sha256"] == expected
     asked = run(2, mode="zero3", resume=tmp_path / "copy" / "best", out_dir=None, eval_only=True)
     assert asked["val_loss"] is not None and "sample:\n" in asked["stdout"]
-    for options in (dict(mode="torch-ddp"), dict(mode="ddp", comm_hook="topk"), dict(trace=True)):
+    for options in (dict(mode="torch-ddp"), dict(mode="ddp", comm_hook="topk"), dict(trace=True),
+                    dict(mode="zero3", offload=True)):
         run(2, 2, r"\Atrain\.py: there is no (extras|dropin), .*\n\Z", out_dir=tmp_path / "no",
             **options)
 
@@ -110,7 +113,7 @@ def only_on_rank_0():
     first one."""
     if this_rank() > 0:
         data.stdlib_text = data.load_tokenizer("bytes").encode_to_numpy = partial(fail, "not here")
-        data.tokenize = checkpoint.checksums = lambda *arguments: fail("not here")
+        data.tokenize = runs.checksums = lambda *arguments: fail("not here")
         read = pathlib.Path.read_text
         pathlib.Path.read_text = lambda path, *options: (
             fail("not here") if path == ROOT / "verify.py" else read(path, *options))

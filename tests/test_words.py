@@ -15,7 +15,7 @@ import torch
 from tests.params import ROOT
 from tests.runs import finish, in_update, lines_of, refused, run_train, write_line
 from tests.test_flags import bare
-from train import one_line
+from runs import one_line
 from extras.trackers import scalars
 
 
@@ -140,7 +140,7 @@ def test_short_texts_name_flags(tmp_path):
     text = tmp_path / "text"
     text.write_text("a short text. " * 40)
     out = tmp_path / "out"
-    fact = "504 tokens to train on and 56 .*, and 513 and 257 are .*--block_size and --global_batch"
+    fact = "504 tokens to train on and 56 .*, and 513 and 257 are .*--block_size or --global_batch"
     refused(fact, out, dataset=text, block_size=256)
     fact = "and 56 to validate with, and 129 and 65 are .*--block_size .*--eval_steps 0 needs none"
     refused(fact, out, dataset=text, block_size=64)
