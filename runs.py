@@ -247,15 +247,11 @@ def read_flags(Config: type, doc: str, argv: list[str]) -> dict:
     parser.error = leave_together
     fields = {field.name: field for field in dataclasses.fields(Config)}
     for name, field in fields.items():
-        choices, text = field.metadata["choices"], field.metadata["help"]
-        if choices:
-            text += f": {', '.join(choices)}"
-        if field.default is not None:
-            text += f" [{field.default!r}]"
-        options = dict(action=argparse.BooleanOptionalAction)
-        if field.type is not bool:
-            options = dict(type=field.type, choices=choices, metavar=field.type.__name__)
-        parser.add_argument(f"--{name}", help=text, **options)
+        default = "" if field.default is None else f" [{field.default!r}]"
+        options = dict(type=field.type, choices=field.metadata["choices"])
+        if field.type is bool:
+            options = dict(action=argparse.BooleanOptionalAction)
+        parser.add_argument(f"--{name}", help=field.metadata["help"] + default, **options)
     given, unknown = parser.parse_known_args(argv)
     for word in unknown:
         flags = [f"--{name}" for name in fields]
@@ -334,38 +330,16 @@ class Folder:
 
     # ---- one run at a time
 
-    def take(self, resume: str | None, wait_s: float, is_restart: bool) -> bool:
-        """Hold .lock -> whether a run that torchrun starts again had begun to write here. The
-        kernel drops it when this process ends, however that ends.
-
-        A run that goes on here waits for it up to wait_s, as ranks of an earlier start may still be
-        ending. Else, or if it is held for longer, SystemExit says by whom.
-        """
-        checkpoint = None if resume in (None, "auto") else pathlib.Path(resume).resolve()
-        if checkpoint is not None and not is_restart and not is_checkpoint(checkpoint):
-            raise SystemExit(f"--resume {resume}: {checkpoint} {problem_of(checkpoint)}")
-        goes_on_here = resume == "auto" or is_restart or (
-            checkpoint is not None and checkpoint.parent == self.path)
+    def take(self, wait_s: float, is_restart: bool) -> None:
+        """Hold .lock, which the kernel drops when this process ends, however that ends. Wait for it
+        up to wait_s; then SystemExit says who holds it. has_begun becomes whether the run that
+        torchrun starts again had begun to write here."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-        self._wait_for_lock(wait_s if goes_on_here else 0.0)
-        self.has_begun = is_restart and self.holder().get("has_begun", True)
-        os.ftruncate(self.lock, 0)
-        self.sign(step=0)
-        return self.has_begun
-
-    def _wait_for_lock(self, wait_s):
         deadline_s = time.monotonic() + wait_s
         has_waited = False
-        while True:
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                time.sleep(0.1)  # the holder may have taken it just now, and not signed yet
-            except OSError as error:  # as of some file systems of a network
-                warn(f"{self.path}/.lock: {error.strerror}: so other runs may write there, too")
-                return
+        while not self._holds_lock():
+            time.sleep(0.1)  # the holder may have taken it just now, and not signed yet
             holder = self.holder()
             text = (f"in {self.path} a run is alive: host {holder.get('host')}, "
                     f"pid {holder.get('pid')}, step {holder.get('step')}")
@@ -374,6 +348,18 @@ class Folder:
             if not has_waited:
                 say(f"{text}. Waiting for its end, up to {wait_s:g} s")
             has_waited = True
+        self.has_begun = is_restart and self.holder().get("has_begun", True)
+        os.ftruncate(self.lock, 0)
+        self.sign(step=0)
+
+    def _holds_lock(self):
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # as of some file systems of a network
+            warn(f"{self.path}/.lock: {error.strerror}: so other runs may write there, too")
+        return True
 
     def holder(self) -> dict:
         """What the run that holds .lock has written there, or the last one that did; {} if that
@@ -391,18 +377,24 @@ class Folder:
 
     # ---- where a run goes on
 
-    def find(self, resume: str | None, is_restart: bool) -> tuple[pathlib.Path | None, dict | None]:
-        """-> the newest sound checkpoint of those that may be taken, and its record. None, None if
-        there are none; refuses where all are damaged.
+    def find(self, resume: str | None, is_restart: bool,
+             wait_s: float | None) -> tuple[pathlib.Path | None, dict | None]:
+        """-> the newest sound checkpoint of those that may be taken, and its record; None, None if
+        there are none. SystemExit where all are damaged.
 
-        A run that torchrun starts again goes on from its own newest one, whatever resume says.
+        is_restart: torchrun starts this run again: then it goes on from its own newest one,
+        whatever resume says. wait_s: how long a run that goes on here waits for the lock, as ranks
+        of an earlier start may still be ending; None not to take it.
         """
-        candidates = []
-        if resume == "auto" or is_restart:
-            candidates += self.newest_first()
-        if resume not in (None, "auto"):
-            named = pathlib.Path(resume).resolve()
-            candidates = [path for path in candidates if path != named] + [named]
+        named = [] if resume in (None, "auto") else [pathlib.Path(resume).resolve()]
+        if named and not is_restart and not is_checkpoint(named[0]):  # before anything is written
+            raise SystemExit(f"--resume {resume}: {named[0]} {problem_of(named[0])}")
+        if wait_s is not None:
+            here = [path.parent for path in named]
+            goes_on_here = resume == "auto" or is_restart or self.path in here
+            self.take(wait_s if goes_on_here else 0.0, is_restart)
+        candidates = self.newest_first() if resume == "auto" or self.has_begun else []
+        candidates = [path for path in candidates if path not in named] + named
         for checkpoint in candidates:
             problem = problem_of(checkpoint)
             if problem is None:
@@ -565,19 +557,16 @@ def problem_of(checkpoint: pathlib.Path) -> str | None:
     return None
 
 
-def find_checkpoint(folder: Folder, resume: str | None, wait_s: float = 0.0,
-                    takes: bool = True) -> tuple[pathlib.Path | None, dict | None]:
-    """Take the folder, unless takes is False -> the checkpoint from which a run goes on, and its
-    record; None, None for a run that begins anew. A collective.
+def find_checkpoint(folder: Folder, resume: str | None,
+                    wait_s: float | None = 0.0) -> tuple[pathlib.Path | None, dict | None]:
+    """`folder.find`: take the folder -> the checkpoint from which a run goes on, and its record;
+    None, None for a run that begins anew. A collective.
 
-    resume: "auto" for the newest one in the folder, if any; the path of one; or None. torchrun
-    counts restarts on each host, so one host's count is enough.
+    resume: "auto" for the newest one in the folder, if any; the path of one; or None. wait_s: None
+    to look only. (torchrun counts restarts on each host: one host's count is enough.)
     """
     n_restarts = gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
-    goes_on = False
-    if takes:
-        goes_on = on_rank_0(folder.take, resume, wait_s, max(n_restarts) > 0)
-    return on_rank_0(folder.find, resume, goes_on)
+    return on_rank_0(folder.find, resume, max(n_restarts) > 0, wait_s)
 
 
 def load(tensors: dict[str, torch.Tensor], checkpoint: pathlib.Path) -> None:

@@ -288,8 +288,8 @@ def agree_on_flags(given):
     device = runs.choose_device(start.device)
     runs.start_process_group(device, start.timeout_s)
     folder = runs.Folder(start.out_dir)
-    checkpoint, record = runs.find_checkpoint(folder, start.resume, start.timeout_s,
-                                              takes=not start.eval_only)
+    wait_s = None if start.eval_only else start.timeout_s
+    checkpoint, record = runs.find_checkpoint(folder, start.resume, wait_s)
     if start.eval_only and record is None and start.init_from is None:
         raise SystemExit(f"--eval_only: there is no checkpoint in {folder.path}. It needs --resume "
                          "or --init_from, such as --resume out/best")

@@ -15,6 +15,7 @@ import re
 import resource
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -184,6 +185,40 @@ def test_one_more_signal_ends_a_run_at_once(is_torchruns, n, is_at_once, tmp_pat
     finish(tmp_path, status=130, plant=partial(send, numbers, 0, is_torchruns), save_interval=1,
            fact="^$" if is_at_once else "stopped by a signal after step 3")
     assert saved(tmp_path) == ([1] if is_at_once else [2, 3]), saved(tmp_path)
+
+
+def freeze_rank_1(folder):
+    """Plant a stop in the second update of rank 1; rank 0 leaves its number, and waits for it."""
+    if this_rank() == 1:
+        freeze("torch.optim.AdamW.step", 2, folder)
+    else:
+        (folder / "waiting").write_text(str(os.getpid()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_run_that_waits(number, tmp_path):
+    """Also in a collective, in which no handler of Python's runs, and two that come at once."""
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(run_train, tmp_path / "out", 2, mode="zero2",
+                            plant=partial(freeze_rank_1, tmp_path))
+        while not (tmp_path / "frozen").exists():
+            assert not ended.done(), ended.result()
+            time.sleep(0.01)
+        time.sleep(0.5)  # now rank 0 waits
+        pid = int((tmp_path / "waiting").read_text())
+        start_s = time.monotonic()
+        for _ in range(2):
+            os.kill(pid, number)
+        while pathlib.Path(f"/proc/{pid}/cmdline").exists() and is_running(pid):
+            assert time.monotonic() - start_s < 5, "it still waits"
+            time.sleep(0.01)
+        os.kill(int((tmp_path / "frozen").read_text()), signal.SIGKILL)
+        assert ended.result().codes == [128 + number, -signal.SIGKILL], ended.result()
+
+
+def is_running(pid):
+    state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"
 
 
 # What happens to rank 1, or to the only one; the statuses of all ranks; how rank 0's line ends, and

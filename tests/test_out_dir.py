@@ -371,7 +371,7 @@ def test_a_strange_lock_is_signed_anew(text, tmp_path):
     """Whatever .lock has, and however much; who holds it can be read as soon as it is held."""
     (tmp_path / ".lock").write_text(text)
     folder = runs.Folder(tmp_path)
-    folder.take(None, 0, is_restart=False)
+    folder.take(0, is_restart=False)
     facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, has_begun=False)
     assert json.loads((tmp_path / ".lock").read_text()) == facts == folder.holder()
     os.close(folder.lock)
