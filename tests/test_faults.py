@@ -145,6 +145,23 @@ def test_a_skipped_last_step_leaves_a_checkpoint(tmp_path):
     assert saved(tmp_path) == [1, 3, STEPS]
 
 
+@pytest.mark.parametrize("function, expected", [
+    ("cross_entropy", [(1.0, 1), (1.0, 2), (1.0, 3)]),
+    ("embedding", [(1.0, 1), (0.5, 1), (0.5, 2)])])
+@pytest.mark.parametrize("mode", ["ddp", "zero2"])
+def test_what_a_scaler_learns_of_a_skipped_step(mode, function, expected, tmp_path):
+    """In fp16 a loss that is not finite, with gradients that are, is no good step, and no reason
+    for another scale; gradients that are not finite halve it."""
+    plant = partial(spoil, function, (2,), math.inf)
+    finish(tmp_path, 2, mode=mode, dtype="fp16", plant=plant, save_interval=1, keep_last=9)
+    assert [entry["skipped"] for entry in lines_of(tmp_path / "metrics.jsonl")][1]
+    actual = []
+    for step in (1, 3, 4):  # a step that is skipped is not saved
+        record = json.loads((tmp_path / f"step_{step:08d}/checkpoint.json").read_text())
+        actual.append((record["scaler"]["scale"] / 2**15, record["scaler"]["_growth_tracker"]))
+    assert actual == expected
+
+
 def raise_all(numbers):
     for number in numbers:
         signal.raise_signal(number)

@@ -146,6 +146,25 @@ def test_ranks_wait_for_a_long_text(tmp_path):
     assert time.monotonic() - start_s > 5
 
 
+def slow_hashes():
+    """Plant a checkpoint that takes longer to hash than ranks wait for each other."""
+    checksums = runs.checksums
+
+    def slowly(checkpoint):
+        time.sleep(3)
+        return checksums(checkpoint)
+
+    runs.checksums = slowly
+
+
+def test_ranks_wait_for_a_large_checkpoint(tmp_path):
+    """When it is written, and when a run goes on from it."""
+    options = dict(W=2, mode="zero2", timeout_s=1.5, save_interval=2, plant=slow_hashes)
+    finish(tmp_path, max_steps=2, **options)
+    actual = finish(tmp_path, resume="auto", **options)
+    assert "resumed from" in actual["stdout"] and saved(tmp_path) == [2, 4]
+
+
 def bug_in_model():
     def build(gpt, config):
         raise ValueError("a bug")
