@@ -33,8 +33,8 @@ OURS = "#7a62b8"
 TORCHS = "#bf4f86"
 DEEPSPEEDS = "#2a9d9d"
 # Each imports only some of those before it, and train.py also what a flag needs of extras/.
-FILES = ("oracle.py", "model.py", "ddp.py", "zero.py", "data.py", "checkpoint.py", "dropin/",
-         "train.py", "extras/", "verify.py", "tests/")
+FILES = ("oracle.py", "model.py", "ddp.py", "zero.py", "data.py", "checkpoint.py", "runs.py",
+         "dropin/", "train.py", "extras/", "verify.py", "tests/")
 IDEA = ("oracle.py", "ddp.py", "zero.py")
 SMOOTHED = 20  # steps whose mean is a point of the training loss
 
