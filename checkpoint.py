@@ -112,12 +112,13 @@ def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
     is_wrapper = is_torchs or hasattr(model, "full_parameters")
     bare = dict((model.module if is_wrapper else model).named_parameters())
     own = dict(model.named_parameters())
-    starts = model.shard_starts() if hasattr(model, "shard_starts") else {}
     prefix = "" if own.keys() == bare.keys() else "module."  # of DDP, torch's and ours
-    for bare_name, whole in bare.items():
+    for bare_name in bare:
         if prefix + bare_name not in own:
             raise ValueError(f"the wrapper does not know the parameter {bare_name} of its module: "
                              "it was added or replaced after wrapping")
+    starts = model.shard_starts() if hasattr(model, "shard_starts") else {}
+    for bare_name, whole in bare.items():
         if "_fsdp_wrapped_module" in bare_name:
             raise ValueError("FullyShardedDataParallel has no parameters by name: take fully_shard")
         p = own[prefix + bare_name]

@@ -46,6 +46,9 @@ import torch.distributed.checkpoint as dcp
 
 from oracle import kinds_of_devices, take_device
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ORPHANED = signal.SIGUSR1  # torchrun has ended. Linux sends it for each of its threads, at once
+
 # -------------------------------------------------------------------------------------------------
 # ranks
 
@@ -80,8 +83,8 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     """Join the other ranks, of which there are none without torchrun. timeout_s bounds every
     collective from now on."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1  # a SIGTERM to this rank when torchrun's agent ends, however it ends
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        PR_SET_PDEATHSIG = 1  # a signal to this rank when torchrun's agent ends, however it ends
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ORPHANED)
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, W = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
@@ -609,13 +612,10 @@ def last_line(error: BaseException) -> str:
 # -------------------------------------------------------------------------------------------------
 # how a run ends
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
 def note_signals(signals: list[int]) -> None:
     """Let SIGINT and SIGTERM be noted in a list, so that all ranks can finish the step. A second
     one ends the process at once; under torchrun, which passes on what a terminal has sent to all, a
-    third.
+    third. The end of torchrun counts as one SIGTERM.
 
     A thread notes them. A handler in Python would have to wait until the main thread comes back,
     such as from a collective that waits for a frozen rank, and count two signals as one.
@@ -624,13 +624,16 @@ def note_signals(signals: list[int]) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)  # for each signal that has a handler a byte, its number
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, ORPHANED):
         signal.signal(number, lambda *_: None)
 
     def note():
         while True:
             [number] = os.read(reading, 1)
-            signals.append(number)
+            if number != ORPHANED:
+                signals.append(number)
+            elif not signals:
+                signals.append(signal.SIGTERM)
             if len(signals) > most:
                 os._exit(128 + number)
 
@@ -640,7 +643,7 @@ def note_signals(signals: list[int]) -> None:
 def agree_on_signal(signals: list[int]) -> int:
     """The largest number that any rank has noted, 0 for none. From here on a signal ends a process
     as ever. A collective."""
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, ORPHANED):
         signal.signal(number, signal.SIG_DFL)
     return max(gather(max(signals, default=0)))
 

@@ -214,7 +214,7 @@ def freeze_rank_1(folder):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_a_run_that_waits(number, tmp_path):
-    """Also in a collective, in which no handler of Python's runs, and two that come at once."""
+    """Also in a collective, in which no handler of Python's runs."""
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(run_train, tmp_path / "out", 2, mode="zero2",
                             plant=partial(freeze_rank_1, tmp_path))
@@ -224,8 +224,9 @@ def test_a_second_signal_ends_a_run_that_waits(number, tmp_path):
         time.sleep(0.5)  # now rank 0 waits
         pid = int((tmp_path / "waiting").read_text())
         start_s = time.monotonic()
-        for _ in range(2):
-            os.kill(pid, number)
+        os.kill(pid, number)
+        time.sleep(0.5)  # or the kernel makes one of them
+        os.kill(pid, number)
         while pathlib.Path(f"/proc/{pid}/cmdline").exists() and is_running(pid):
             assert time.monotonic() - start_s < 5, "it still waits"
             time.sleep(0.01)

@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -349,6 +350,13 @@ def test_llama_folders_go_out_and_in(tmp_path):
         assert name == "other" or ours["param_sha256"] == expected, f"{mode}: other bits"
 
 
+def take_few_tokens():
+    """Plant a tokenizer of 200 bytes in place of tiktoken's."""
+    ranks = {bytes([i]): i for i in range(200)}
+    few = tiktoken.Encoding("few", pat_str=".|\\n", mergeable_ranks=ranks, special_tokens={})
+    tiktoken.get_encoding = lambda name: few
+
+
 def test_another_vocabulary_is_said(tmp_path):
     """A Llama whose vocabulary is not the tokenizer's begins with weights that are for other
     tokens: one line says so, and there is no sample. Where both have as many there is nothing to
@@ -364,11 +372,12 @@ def test_another_vocabulary_is_said(tmp_path):
         (np.arange(999) % 200).astype(np.uint16).tofile(tokens / name)
     options = dict(W=2, mode="zero3", init_from=hf, dataset=tokens, save_interval=1,
                    tokenizer="gpt2", **sizes)
-    actual = finish(out, max_steps=1, **options)["stdout"]
-    fact = f"--init_from {hf} knows 257 tokens, and the tokenizer 50257: its weights are for other"
+    actual = finish(out, max_steps=1, plant=take_few_tokens, **options)["stdout"]
+    fact = f"--init_from {hf} knows 257 tokens, and the tokenizer 200: its weights are for other"
     assert actual.count(fact) == 1, actual
+    assert "sample:\nnone, as the tokenizer knows 200 tokens, and the model 257\n" in actual, actual
     hf.rename(tmp_path / "gone")
-    actual = finish(out, max_steps=2, resume="auto", **options)["stdout"]
+    actual = finish(out, max_steps=2, resume="auto", plant=take_few_tokens, **options)["stdout"]
     assert "other ones" not in actual and "resumed" in actual, actual
 
 

@@ -177,7 +177,7 @@ def test_using_prepares_tokens(tmp_path):
 def use_using(folder, stage, begins):
     """On each rank: a model in a stage makes a step, and is saved by the lines of using.md; or is
     loaded by them. Then another step -> none; rank 0 keeps the weights."""
-    [code] = [block for block in blocks_of("using", "py") if "import sharded_state" in block]
+    [code] = [block for block in blocks_of("using", "py") if "dcp.save(sharded_state" in block]
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
     net[1].requires_grad_(False)
