@@ -890,13 +890,8 @@ def test_a_changed_module_is_not_saved(change, stage):
              "load_state_dict": lambda: model.load_state_dict(state),
              "load_full_state_dict": lambda: model.load_full_state_dict(state),
              "sharded_state": lambda: sharded_state(model)}
-    for name, look in looks.items():
-        if name != "sharded_state":
-            raises(RuntimeError, CHANGED, look)
-        elif change in (ties_two_blocks, deletes_a_block):
-            assert look().keys() <= {f"model.{name}" for name, _ in net.named_parameters()}
-        else:
-            raises(ValueError, CHANGED, look)
+    for look in looks.values():
+        raises((RuntimeError, ValueError), CHANGED, look)
 
 
 @pytest.mark.ranks(2, 3)
