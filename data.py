@@ -17,7 +17,7 @@ import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import tiktoken
@@ -64,7 +64,8 @@ def load_tokenizer(name: str) -> tiktoken.Encoding:
 
 
 def encode(text: str, tokenizer: tiktoken.Encoding) -> np.ndarray:
-    """Token ids, (n,)."""
+    """Token ids, (n,). What is no character, as in a command line that is no UTF-8, becomes `?`."""
+    text = text.encode("utf-8", "replace").decode()
     return tokenizer.encode_to_numpy(text, allowed_special={END_OF_TEXT}, disallowed_special=())
 
 
@@ -107,32 +108,11 @@ def read_text(dataset: str) -> str:
     return text
 
 
-def tokenize(config, tokenizer: tiktoken.Encoding,
-             say: Callable[[str], None]) -> pathlib.Path | np.ndarray | None:
-    """Rank 0: the text of --dataset -> the path of its token ids, a file in out_dir named after the
-    text's hash; an evaluation writes none, and gets the ids themselves, (n,). None for a folder of
-    tokens. say: takes a line for the log."""
-    if is_tokenized(config.dataset) or (config.eval_only and not config.eval_steps):
+def tokenize(config, tokenizer: tiktoken.Encoding) -> np.ndarray | None:
+    """Rank 0: the token ids of a text, (n,); None for a folder of tokens."""
+    if is_tokenized(config.dataset):
         return None
-    text = read_text(config.dataset)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    path = pathlib.Path(config.out_dir, f"tokens-{tokenizer.name}-{digest}.npy").resolve()
-    if path.exists():
-        return path
-    say(f"tokenizing {len(text):,} characters with {tokenizer.name}")
-    ids = encode(text, tokenizer).astype(dtype_of(tokenizer.n_vocab))
-    if config.eval_only:
-        return ids
-    unfinished = path.with_name(".tokens.npy")
-    try:
-        with open(unfinished, "wb") as file:
-            np.save(file, ids)
-            file.flush()
-            os.fsync(file)
-    except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise SystemExit(f"{path} cannot be written: {error} (is the disk full?)") from error
-    return unfinished.replace(path)
+    return encode(read_text(config.dataset), tokenizer).astype(dtype_of(tokenizer.n_vocab))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -144,24 +124,20 @@ def dtype_of(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-def load_tokens(config, source: pathlib.Path | np.ndarray | None,
-                vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and validation token ids, each (n,), memory-mapped. Of a text the last tenth
-    validates. Refuses where there are too few, or some that a model of vocab_size tokens lacks.
-
-    source: what `tokenize` has found on rank 0.
-    """
-    if config.eval_only and not config.eval_steps:
-        return np.zeros(0, np.uint16), np.zeros(0, np.uint16)
-    path = pathlib.Path(config.dataset)
-    if source is None:
+def load_tokens(config, ids: np.ndarray | None, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and validation token ids, each (n,). ids: those of a text, of which the last tenth
+    validates; None: they are a folder's, memory-mapped. Refuses where there are too few, or some
+    that a model of vocab_size tokens lacks."""
+    path = train_path = val_path = pathlib.Path(config.dataset)
+    if ids is None:
         train_path, val_path = path / "train.bin", path / "val.bin"
-        train, val = map_tokens(train_path, vocab_size), map_tokens(val_path, vocab_size)
+        train, val = np.zeros(0, np.uint16), np.zeros(0, np.uint16)
+        if not config.eval_only:
+            train = map_tokens(train_path, vocab_size)
+        if config.eval_steps:
+            val = map_tokens(val_path, vocab_size)
     else:
-        train_path = val_path = path
-        is_file = isinstance(source, pathlib.Path)
-        tokens = np.load(source, mmap_mode="r") if is_file else source
-        train, val = np.split(tokens, [int(0.9 * len(tokens))])
+        train, val = np.split(ids, [int(0.9 * len(ids))])
     n_train = 0 if config.eval_only else config.global_batch_size * config.block_size + 1
     n_val = config.block_size + 1 if config.eval_steps else 0
     if len(train) < n_train or len(val) < n_val:

@@ -88,7 +88,10 @@ def start_process_group(device: torch.device, timeout_s: float) -> None:
     timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, W = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
-        store, rank, W = next(dist.rendezvous("env://", timeout=timeout))
+        try:
+            store, rank, W = next(dist.rendezvous("env://", timeout=timeout))
+        except ValueError as error:
+            raise SystemExit(f"RANK is set, but not by torchrun: {error}") from error
         store = meet(store, rank, W, timeout_s)
     dist.init_process_group(dist.get_default_backend_for_device(device), store=store, rank=rank,
                             world_size=W, timeout=timeout)
@@ -333,10 +336,9 @@ class Folder:
 
     # ---- one run at a time
 
-    def take(self, wait_s: float, is_restart: bool) -> None:
+    def take(self, wait_s: float) -> None:
         """Hold .lock, which the kernel drops when this process ends, however that ends. Wait for it
-        up to wait_s; then SystemExit says who holds it. has_begun becomes whether the run that
-        torchrun starts again had begun to write here."""
+        up to wait_s; then SystemExit says who holds it."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         deadline_s = time.monotonic() + wait_s
@@ -351,8 +353,7 @@ class Folder:
             if not has_waited:
                 say(f"{text}. Waiting for its end, up to {wait_s:g} s")
             has_waited = True
-        self.has_begun = is_restart and self.holder().get("has_begun", True)
-        os.ftruncate(self.lock, 0)
+        self.has_begun = self.is_restart()
         self.sign(step=0)
 
     def _holds_lock(self):
@@ -372,32 +373,34 @@ class Folder:
         return {}
 
     def sign(self, step: int) -> None:
-        """Write to .lock whose it is, in one write of a fixed length, so nobody reads a half."""
+        """Write to .lock whose it is, in one write of a fixed length: nobody reads half of it."""
         facts = dict(host=socket.gethostname(), pid=os.getpid(), step=step,
-                     has_begun=self.has_begun)
+                     has_begun=self.has_begun, **launch())
         with contextlib.suppress(OSError):  # a full disk
-            os.pwrite(self.lock, json.dumps(facts).ljust(400).encode(), 0)
+            os.pwrite(self.lock, json.dumps(facts).ljust(500).encode(), 0)
+            os.ftruncate(self.lock, 500)
+
+    def is_restart(self) -> bool:
+        """Whether the torchrun that has started this process had begun a run here, before it
+        started its ranks again. It is known by its process; or, where ranks are behind a shell, or
+        rank 0 was on another host, by the name that the user gave it."""
+        holder, own = self.holder(), launch()
+        n_restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # of this host
+        is_namesake = own["name"] is not None and own["name"] == holder.get("name")
+        is_ours = own["agent"] == holder.get("agent") or (is_namesake and n_restarts != "0")
+        return n_restarts is not None and is_ours and holder["has_begun"]
 
     # ---- where a run goes on
 
-    def find(self, resume: str | None, is_restart: bool,
-             wait_s: float | None) -> tuple[pathlib.Path | None, dict | None]:
+    def find(self, resume: str | None) -> tuple[pathlib.Path | None, dict | None]:
         """-> the newest sound checkpoint of those that may be taken, and its record; None, None if
-        there are none. SystemExit where all are damaged.
-
-        is_restart: torchrun starts this run again: then it goes on from its own newest one,
-        whatever resume says. wait_s: how long a run that goes on here waits for the lock, as ranks
-        of an earlier start may still be ending; None not to take it.
-        """
-        named = [] if resume in (None, "auto") else [pathlib.Path(resume).resolve()]
-        if named and not is_restart and not is_checkpoint(named[0]):  # before anything is written
-            raise SystemExit(f"--resume {resume}: {named[0]} {problem_of(named[0])}")
-        if wait_s is not None:
-            here = [path.parent for path in named]
-            goes_on_here = resume == "auto" or is_restart or self.path in here
-            self.take(wait_s if goes_on_here else 0.0, is_restart)
+        there are none. SystemExit where all are damaged. A run that torchrun has started again goes
+        on from its own newest one, whatever resume says."""
+        named = named_checkpoint(resume)
         candidates = self.newest_first() if resume == "auto" or self.has_begun else []
-        candidates = [path for path in candidates if path not in named] + named
+        candidates = [path for path in candidates if path != named]
+        if named is not None:
+            candidates.append(named)
         for checkpoint in candidates:
             problem = problem_of(checkpoint)
             if problem is None:
@@ -416,35 +419,36 @@ class Folder:
         that begins anew -> whether there is a best checkpoint. What is newer, or of an earlier run,
         moves aside."""
         metrics, best = self.path / "metrics.jsonl", self.path / "best"
+        lines = metrics.read_bytes() if metrics.exists() else b""
         moved = [path for path in self.newest_first() if int(path.name[5:]) > step]
         if step == 0:
-            for pattern in (metrics.name, "tensorboard", "trace_rank*.json"):
+            for pattern in ("tensorboard", "trace_rank*.json"):
                 moved += self.path.glob(pattern)
         if (step == 0 and best.exists()) or (best.is_dir() and not best.is_symlink()):
             moved.append(best)  # it is a folder in a copy that has followed the link
-        self._move_aside(moved)
+        if moved or (step == 0 and lines):
+            aside = self._make_aside()
+            (aside / metrics.name).write_bytes(lines)
+            for path in moved:
+                path.rename(aside / path.name)
+            names = ", ".join(path.name for path in (*moved, metrics))
+            say(f"{names}, newer or of an earlier run: moved to {aside}, which you may delete")
         for unfinished in self.path.glob(".step_*"):
-            shutil.rmtree(unfinished)
-        self.tidy(best_step, keep_last=10**8)  # the link alone: this removes nothing
-        if metrics.exists():
-            write_synced(metrics, lines_until(step, metrics))
+            remove(unfinished)
+        self._link_best(best_step)
+        write_synced(metrics, lines_until(step, lines))
         self.metrics = open(metrics, "ab", buffering=0)
         self.has_begun = True
         self.sign(step)
         return best.exists()
 
-    def _move_aside(self, paths):
-        if not paths:
-            return
+    def _make_aside(self):
         number = 1
         while (self.path / "earlier" / str(number)).exists():
             number += 1
         aside = self.path / "earlier" / str(number)
         aside.mkdir(parents=True)
-        for path in paths:
-            path.rename(aside / path.name)
-        names = ", ".join(path.name for path in paths)
-        say(f"{names}, newer or of an earlier run: moved to {aside}, which you may delete")
+        return aside
 
     # ---- what a run writes
 
@@ -482,8 +486,14 @@ class Folder:
         self.tidy(record.get("best_step", 0), keep_last)
 
     def tidy(self, best_step: int, keep_last: int) -> None:
-        """Point `best` to the checkpoint of best_step, if it is there; 0 means none. Remove those
-        that are neither it nor among the keep_last newest ones."""
+        """Remove the checkpoints that are neither the best nor among the keep_last newest ones."""
+        self._link_best(best_step)
+        for old in self.newest_first()[keep_last:]:
+            if old != self.checkpoint_of(best_step):
+                remove(old.rename(hidden(old)))  # hidden at once: no half of one is ever seen
+
+    def _link_best(self, best_step):
+        """Point `best` to the checkpoint of best_step, if it is there; 0 means none."""
         best, link = self.checkpoint_of(best_step), self.path / "best"
         if best.exists():
             new = hidden(link)
@@ -492,15 +502,19 @@ class Folder:
             new.replace(link)  # at once, so that there always is one
         else:
             link.unlink(missing_ok=True)
-        for old in self.newest_first()[keep_last:]:
-            if old != best:
-                # Hidden at once: no half of one is ever seen.
-                shutil.rmtree(old.rename(hidden(old)), ignore_errors=True)
 
 
 def hidden(path: pathlib.Path) -> pathlib.Path:
     """Where something is until it is complete."""
     return path.with_name(f".{path.name}")
+
+
+def remove(path: pathlib.Path) -> None:
+    """A folder with all that is in it; a link to one, or a file."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def fsync(path: pathlib.Path) -> None:
@@ -518,10 +532,10 @@ def write_synced(path: pathlib.Path, content: bytes) -> None:
     fsync(path.parent)
 
 
-def lines_until(step: int, metrics: pathlib.Path) -> bytes:
+def lines_until(step: int, metrics: bytes) -> bytes:
     """The lines of metrics.jsonl up to a step. A crash may have torn the last one."""
     lines = []
-    for line in metrics.read_bytes().splitlines(keepends=True):
+    for line in metrics.splitlines(keepends=True):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             if json.loads(line)["step"] <= step and line.endswith(b"\n"):
                 lines.append(line)
@@ -560,16 +574,51 @@ def problem_of(checkpoint: pathlib.Path) -> str | None:
     return None
 
 
+def named_checkpoint(resume: str | None) -> pathlib.Path | None:
+    return None if resume in (None, "auto") else pathlib.Path(resume).resolve()
+
+
+def launch() -> dict:
+    """What tells one torchrun from another, in short: "agent", the process that has started this
+    one, by its host, number and, on Linux, time of start; and "name", that of the run, if the user
+    has given it one."""
+    number, start = os.getppid(), ""
+    with contextlib.suppress(OSError):
+        stat = pathlib.Path(f"/proc/{number}/stat").read_text()
+        start = stat.rpartition(")")[2].split()[19]  # in containers numbers come again
+    agent = f"{socket.gethostname()} {number} {start}"
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default
+    return dict(agent=short_hash(agent), name=None if name == "none" else short_hash(name))
+
+
+def short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def take(folder: Folder, resume: str | None, wait_s: float) -> None:
+    """Rank 0: hold the folder's lock. A run that goes on there waits for it up to wait_s, as ranks
+    of an earlier start may still be ending. Refuses, before anything is written, where resume is
+    the path of no checkpoint."""
+    named = named_checkpoint(resume)
+    is_restart = folder.is_restart()
+    if named is not None and not is_restart and not is_checkpoint(named):
+        raise SystemExit(f"--resume {resume}: {named} {problem_of(named)}")
+    goes_on_here = resume == "auto" or is_restart or (
+        named is not None and named.parent == folder.path)
+    folder.take(wait_s if goes_on_here else 0.0)
+
+
 def find_checkpoint(folder: Folder, resume: str | None,
                     wait_s: float | None = 0.0) -> tuple[pathlib.Path | None, dict | None]:
-    """`folder.find`: take the folder -> the checkpoint from which a run goes on, and its record;
-    None, None for a run that begins anew. A collective.
+    """Take the folder -> the checkpoint from which a run goes on, and its record; None, None for a
+    run that begins anew. A collective.
 
-    resume: "auto" for the newest one in the folder, if any; the path of one; or None. wait_s: None
-    to look only. (torchrun counts restarts on each host: one host's count is enough.)
+    resume: "auto" for the newest one in the folder, if any; the path of one; or None. wait_s: see
+    `take`; None to look only.
     """
-    n_restarts = gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
-    return on_rank_0(folder.find, resume, max(n_restarts) > 0, wait_s)
+    if wait_s is not None:
+        on_rank_0(take, folder, resume, wait_s)
+    return on_rank_0(folder.find, resume)
 
 
 def load(tensors: dict[str, torch.Tensor], checkpoint: pathlib.Path) -> None:
@@ -597,7 +646,7 @@ def save(folder: Folder, tensors: dict[str, torch.Tensor], record: dict,
     if problem is not None:
         what = "is there, but older ones are not tidied up"
         if not is_saved:
-            on_rank_0(shutil.rmtree, hidden(checkpoint), True)
+            on_rank_0(remove, hidden(checkpoint))
             what = "failed, earlier ones are as they were"
         warn(f"step {record['step']}: the checkpoint {what}: {problem} (is the disk full, or "
              "gone?)")

@@ -123,7 +123,8 @@ class Config:
     # data parallelism
     bucket_cap_mb: float = flag(25.0, "MB that are sent together; not in naive, torch-fsdp",
                                 least=1e-9, most=1e6)
-    find_unused_parameters: bool = flag(False, "ddp, torch-ddp: some may have no gradient")
+    find_unused_parameters: bool = flag(False, "some may have no gradient",
+                                        needs=("mode", ("ddp", "torch-ddp")))
     comm_hook: str = flag(None, "ddp: compress gradients; powersgd, topk: after the warm-up",
                           choices=("bf16", "powersgd", "topk", "hierarchical"),
                           needs=("mode", ("ddp",)))
@@ -170,7 +171,7 @@ EXTRAS = ("compile", "comm_hook", "node_size", "shard_size", "init_from", "expor
 NOT_TO_EVALUATE = ("compile", "comm_hook", "shard_size", "tensorboard", "wandb")
 
 
-def complete(given, record, device):
+def config_of(given, record, device):
     """The flags that are given -> Config. The others are as in the record of the checkpoint from
     which the run goes on, or as in the table. Refuses what contradicts itself, or cannot be here.
     """
@@ -178,7 +179,7 @@ def complete(given, record, device):
     if given.get("eval_only"):
         for name in NOT_TO_EVALUATE:
             saved.pop(name, None)
-    if saved.get("mode", "single") == "single":  # which is impossible for more than one process
+    if saved.get("mode") in (None, "single"):  # the latter is impossible for several processes
         saved["mode"] = "ddp" if "RANK" in os.environ else "single"
     config = runs.complete(Config, given, saved)
     check(config, device)
@@ -190,7 +191,8 @@ def check(config, device):
     W, B, m = dist.get_world_size(), config.global_batch_size, config.micro_batch_size
     if config.mode == "single" and W > 1:
         raise SystemExit(f"--mode single is one process, but torchrun started {W}")
-    if B % (W if m == "auto" else W * m) > 0 and not config.eval_only:
+    divisor = W if m == "auto" else W * m
+    if B % divisor > 0 and not config.eval_only:
         raise SystemExit(f"--global_batch_size {B} in micro batches of {m} does not divide among "
                          f"{count(W, 'rank')}")
     if config.min_lr is not None and config.min_lr > config.lr:
@@ -239,15 +241,25 @@ def train(given, progress):
 
 def prepare(given, progress):
     """Make all that a run needs, on all ranks alike. A collective."""
-    # 1) ranks, and flags, which a checkpoint may have
-    config, device, folder, checkpoint, record = agree_on_flags(given)
+    # 1) ranks, the folder, and flags, of which a checkpoint may have some
+    start = Config(**given)
+    if start.resume not in (None, "auto") and "out_dir" not in given:
+        given["out_dir"] = start.out_dir = os.path.dirname(os.path.realpath(start.resume))
+    device = runs.choose_device(start.device)
+    runs.start_process_group(device, start.timeout_s)
+    folder = runs.Folder(start.out_dir)
+    checkpoint, record = find_checkpoint(folder, start)
+    config = together(config_of, given, record, device)
+    torch.set_num_threads(config.threads)
+    if config.deterministic:
+        take_deterministic_kernels()
 
     # 2) model and data, which must be the same on all ranks, and in the run that goes on
     tokenizer, vocab_size = together(choose_tokenizer, config)
     gpt = together(build_gpt, config, vocab_size, record)
     config.block_size = gpt.config.block_size  # that of the preset or folder, unless given
-    source = on_rank_0(tokenize, config, tokenizer, say)
-    tokens, val_tokens = together(load_tokens, config, source, gpt.config.vocab_size)
+    ids = on_rank_0(tokenize, config, tokenizer)  # of a text
+    tokens, val_tokens = together(load_tokens, config, ids, gpt.config.vocab_size)
     facts = facts_of(config, gpt, tokens)
     shared = dict(validation=fingerprint(val_tokens), torch=torch.__version__,
                   numpy=np.__version__)
@@ -261,10 +273,10 @@ def prepare(given, progress):
     if config.micro_batch_size == "auto":
         from extras import auto
 
-        def new_run(config):
+        def trial_run(config):
             return assemble(new_gpt(gpt.config, config), config, device)
 
-        config.micro_batch_size = auto.largest_micro_batch(config, device, new_run, train_step)
+        config.micro_batch_size = auto.largest_micro_batch(config, device, trial_run, train_step)
     run = assemble(gpt, config, device)
     run.val_tokens, run.tokenizer, run.facts = val_tokens, tokenizer, facts
     run.progress, run.folder, run.recent = progress, folder, collections.deque(maxlen=100)
@@ -279,15 +291,9 @@ def prepare(given, progress):
     return run
 
 
-def agree_on_flags(given):
-    """Meet the other ranks, and take out_dir -> the Config, this rank's device, the Folder, and the
-    checkpoint to go on from with its record, or None, None. A collective."""
-    start = Config(**given)
-    if start.resume not in (None, "auto") and "out_dir" not in given:
-        given["out_dir"] = start.out_dir = os.path.dirname(os.path.realpath(start.resume))
-    device = runs.choose_device(start.device)
-    runs.start_process_group(device, start.timeout_s)
-    folder = runs.Folder(start.out_dir)
+def find_checkpoint(folder, start):
+    """Take the folder, unless this is an evaluation -> the checkpoint to go on from, and its
+    record; None, None to begin anew. start: the flags that are given. A collective."""
     wait_s = None if start.eval_only else start.timeout_s
     checkpoint, record = runs.find_checkpoint(folder, start.resume, wait_s)
     if start.eval_only and record is None and start.init_from is None:
@@ -297,13 +303,15 @@ def agree_on_flags(given):
         say(f"no checkpoint in {folder.path}: a new run begins")
     if record is not None and "flags" not in record:
         raise SystemExit(f"{checkpoint} was not written by train.py: its record has no flags")
-    config = together(complete, given, record, device)
-    torch.set_num_threads(config.threads)
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is refused
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, changes no bit
-        torch.use_deterministic_algorithms(True)
-    return config, device, folder, checkpoint, record
+    return checkpoint, record
+
+
+def take_deterministic_kernels():
+    """Where torch has others, such as attention's backward, which adds by atomics. An operation
+    that has none raises."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is refused
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and changes no bit
+    torch.use_deterministic_algorithms(True)
 
 
 def facts_of(config, gpt, tokens):
@@ -359,7 +367,7 @@ def loop(run):
         watchers = start_watchers(stack, run)
         for step in range(progress["step"] + 1, config.max_steps + 1):
             # forward, backward and update
-            progress["step"] = step
+            progress["step"] = step  # by which errors name it
             lr = set_lr(run.optimizers, step, config)
             measured, is_told_to_stop = measured_step(run, signals)
             entry = dict(step=step, lr=lr, **measured)
@@ -368,13 +376,14 @@ def loop(run):
                 compare_parameters(run.model)
 
             # evaluate, on all ranks
-            best = {}
+            new_best = {}
             if config.eval_steps and is_due(step, config.eval_interval, also=config.max_steps):
                 entry["val_loss"] = evaluate(run)
                 if entry["val_loss"] < progress["best_val_loss"]:
-                    best = dict(best_step=step, best_val_loss=entry["val_loss"])
+                    new_best = dict(best_step=step, best_val_loss=entry["val_loss"])
 
             # log, on rank 0; stop if too many steps in a row were skipped
+            progress["entry"] = finite(entry)
             log_step(entry, run)
             for watch in watchers:
                 watch(progress["entry"])
@@ -386,8 +395,8 @@ def loop(run):
             # but the last step has one. Then stop, if some rank was told to
             is_time = is_due(step, config.save_interval) and not entry["skipped"]
             is_last = step == config.max_steps
-            if config.save_interval and (is_time or is_last or best or is_told_to_stop):
-                save(run, best)
+            if config.save_interval and (is_time or is_last or new_best or is_told_to_stop):
+                save(run, new_best)
             if is_told_to_stop:
                 break
     number = runs.agree_on_signal(signals)
@@ -436,14 +445,14 @@ def resume(run, checkpoint, record):
         f"{count(dist.get_world_size(), 'rank')} ({record['world_size']} before)")
 
 
-def save(run, best):
-    """Write a checkpoint. best: best_step and best_val_loss, if it is the best one so far; else {}.
-    A collective."""
+def save(run, new_best):
+    """Write a checkpoint. A collective. new_best: best_step and best_val_loss, if it is the best
+    one so far; else {}. They count once it is there."""
     flags = runs.flags_to_save(run.config)
     for name in ("dataset", "init_from"):  # for a run that resumes in another working folder
         if flags[name] not in (None, "stdlib"):
             flags[name] = os.path.abspath(flags[name])
-    record = dict(run.progress | best, facts=run.facts, scaler=run.scaler.state_dict(),
+    record = dict(run.progress | new_best, facts=run.facts, scaler=run.scaler.state_dict(),
                   world_size=dist.get_world_size(), flags=flags)
     tensors = sharded_state(run.model, *run.optimizers)
     if run.config.comm_hook:
@@ -451,7 +460,7 @@ def save(run, best):
         tensors |= comm_hooks.residuals(run.model)
     run.is_saved = runs.save(run.folder, tensors, record, run.config.keep_last)
     if run.is_saved:
-        run.progress |= best
+        run.progress |= new_best
 
 
 # -------------------------------------------------------------------------------------------------
@@ -484,7 +493,8 @@ def train_step(run, signals=()):
     if config.mode == "naive":
         model.average_gradients()
 
-    # take the mean of n W micro batches and clip it, on all ranks by the same factor
+    # take the mean of n W micro batches and clip it, on all ranks by the same factor. (torch's
+    # wrappers and comm hooks have taken the mean over ranks already.)
     for optimizer in run.optimizers:
         scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
@@ -870,10 +880,9 @@ def finite(entry):
 
 
 def log_step(entry, run):
-    """Note the metrics of a step, and print a line of them if it is time to."""
+    """Keep the metrics of a step, and print a line of them if it is time to."""
     max_steps = run.config.max_steps
     run.recent.append(entry)
-    run.progress["entry"] = finite(entry)
     is_time = is_due(entry["step"], run.config.log_interval, also=1)
     if not (is_time or "val_loss" in entry or entry["skipped"]):
         return

@@ -54,7 +54,7 @@ def check(question):
         try:
             given = runs.read_flags(train.Config, "", run["flags"])
             device = runs.choose_device(given.get("device"))
-            train.complete(given, None, device)
+            train.config_of(given, None, device)
             check_devices(runs, run, device.type)
         except SystemExit as error:
             sys.exit(f"{run['row']}, W={run['W']}: {error}")

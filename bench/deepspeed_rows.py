@@ -83,14 +83,14 @@ def main():
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     import deepspeed
 
-    config = train.complete(given, None, device)
+    config = train.config_of(given, None, device)
     torch.set_num_threads(config.threads)
     tokenizer, vocab_size = data.choose_tokenizer(config)
     plain = train.build_gpt(config, vocab_size, None)
     config.block_size = plain.config.block_size
     os.makedirs(config.out_dir, exist_ok=True)
-    source = runs.on_rank_0(data.tokenize, config, tokenizer, runs.say)
-    tokens, _ = data.load_tokens(config, source, plain.config.vocab_size)
+    ids = runs.on_rank_0(data.tokenize, config, tokenizer)
+    tokens, _ = data.load_tokens(config, ids, plain.config.vocab_size)
     W = dist.get_world_size()
     m = config.micro_batch_size
     n = config.global_batch_size // (m * W)  # micro-steps

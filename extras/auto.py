@@ -53,7 +53,7 @@ def peak_of_steps(run, size, train_step):
     return peak_mem_bytes(run.device)
 
 
-def largest_micro_batch(config, device, new_run, train_step):
+def largest_micro_batch(config, device, trial_run, train_step):
     """The largest size that divides a rank's part of the global batch and keeps a step within the
     limit on every rank. Refuses if none does. A collective.
 
@@ -63,14 +63,14 @@ def largest_micro_batch(config, device, new_run, train_step):
     memory of small tensors that it has freed.) An accelerator whose memory is out has reached the
     limit. 5 % of it is kept for evaluation and checkpoints, which are not tried.
 
-    new_run: makes a train.Run of a config. train_step: makes a step with it.
+    trial_run: makes a train.Run of a config. train_step: makes a step with it.
     """
     limit, W = 0.95 * bytes_for_a_rank(config, device), dist.get_world_size()
     share = max(1, config.global_batch_size // W)  # fewer than W are for an evaluation alone
     # Two micro batches of a rank, for the scaler. PowerSGD begins in the third step.
-    run = new_run(dataclasses.replace(config, warmup_steps=0, micro_batch_size=1,
+    run = trial_run(dataclasses.replace(config, warmup_steps=0, micro_batch_size=1,
                                       global_batch_size=2 * W, eval_only=False))
-    reset_peak(device)  # that of tokenizing
+    reset_peak(device)  # that of reading a text
     peaks = [peak_of_steps(run, 1, train_step)]
     size = most = 2  # size 2 is tried in any case: a line needs two points
     while size <= most:

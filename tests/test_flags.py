@@ -131,7 +131,7 @@ def completed(given, flags_of_checkpoint=None):
     ranks and on this machine is not checked."""
     record = None if flags_of_checkpoint is None else dict(flags=flags_of_checkpoint)
     with mock.patch.object(train, "check"):
-        return train.complete(given, record, torch.device("cpu"))
+        return train.config_of(given, record, torch.device("cpu"))
 
 
 def another(field):

@@ -14,6 +14,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -280,21 +281,105 @@ def test_torchrun_starts_again_in_a_used_folder(places, tmp_path):
     assert [entry["step"] for entry in lines_of(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def of_another_torchrun():
+    """Plant a restart whose parent has not started the run before."""
+    start_again()
+    os.getppid = os.getpid
+
+
 def test_a_restart_goes_on(tmp_path):
-    """With what its folder has, if a run had begun to write there, whatever --resume says. If none
-    had, or the mark is gone, as in a copy without hidden files, only the count tells."""
+    """With its own run, if that had begun, whatever --resume says; with no other one, unless
+    --resume says so."""
     expected = finish(tmp_path, save_interval=1)["param_sha256"]
     actual = finish(tmp_path, plant=start_again)
     assert "all 4 steps have been made" in actual["stdout"], actual
-    holder = json.loads((tmp_path / ".lock").read_text())
-    (tmp_path / ".lock").write_text(json.dumps(dict(holder, has_begun=False)))
-    actual = finish(tmp_path, save_interval=1, plant=start_again)
+    actual = finish(tmp_path, save_interval=1, plant=of_another_torchrun)
     assert "of an earlier run: moved to" in actual["stdout"], actual
     assert f"{tmp_path}/earlier/1, which you may delete" in actual["stdout"], actual
     assert "step     1/4" in actual["stdout"] and actual["param_sha256"] == expected, actual
-    (tmp_path / ".lock").unlink()
-    actual = finish(tmp_path, plant=start_again)
+    actual = finish(tmp_path, save_interval=1, plant=of_another_torchrun, resume="auto")
     assert "all 4 steps have been made" in actual["stdout"], actual
+
+
+def test_a_restart_is_refused_where_another_run_is_alive(tmp_path):
+    """At once, as its first start was: it does not wait for what is not its own run, and changes
+    nothing."""
+    out = tmp_path / "out"
+    first = Frozen(tmp_path, out)
+    before = view_of(out)
+    start_s = time.monotonic()
+    refused(first.fact, out, plant=of_another_torchrun, timeout_s=30)
+    assert time.monotonic() - start_s < 15, "it has waited"
+    assert view_of(out) == before, "something has changed"
+    assert first.go_on().codes == [0]
+
+
+def kill_before_the_lock():
+    """Plant the death of the first start before it has asked for the lock."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        runs.Folder.take = die
+
+
+@pytest.mark.parametrize("resume", [None, "elsewhere"])
+def test_a_start_that_dies_at_once_takes_no_other_run(resume, tmp_path):
+    """A restart does not go on from what an earlier run has left, but from what --resume says."""
+    out = tmp_path / "out"
+    options = dict(save_interval=1, max_steps=3, mode="ddp", global_batch_size=4)
+    finish(out, 2, **options)
+    options["resume"] = None
+    if resume is not None:
+        finish(tmp_path / "other", 2, seed=2, **options)
+        options.update(seed=2, resume=tmp_path / "other/step_00000002")
+    expected = finish(tmp_path / "alone", 2, lr=0.02, **options)["param_sha256"]
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    agent = FORK.Process(target=under_torchrun, kwargs=dict(options, lr=0.02, out_dir=out),
+                         args=(tmp_path, kill_before_the_lock, 2, 1, store.port))
+    agent.start()
+    agent.join(60)
+    printed = (tmp_path / "stdout").read_text()
+    assert agent.exitcode == 0 and f'"param_sha256": "{expected}"' in printed, printed
+    assert len([*(out / "earlier/1").glob("step_*")]) == 2, "the earlier run is lost"
+
+
+def place(host, number, start, name):
+    """launch() of a process on a host whose parent has this number and began then."""
+    stat = f"{number} (torchrun) S {' '.join('0' * 18)} {start} 0"
+    with mock.patch.multiple(os, getppid=lambda: number), mock.patch.object(
+            socket, "gethostname", lambda: host), mock.patch.object(
+            pathlib.Path, "read_text", lambda path: stat):
+        with mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID=name):
+            return runs.launch()
+
+
+MINE = ("here", 7, 1, "mine")
+
+
+@pytest.mark.parametrize("n_restarts, before, has_begun, expected", [
+    ("0", MINE, True, True),  # other nodes have come or gone
+    ("1", MINE, True, True),
+    (None, MINE, True, False),  # this is no torchrun
+    ("1", MINE, False, False),
+    ("1", ("here", 9, 2, "mine"), True, True),  # ranks are behind a shell
+    ("1", ("there", 7, 1, "mine"), True, True),  # rank 0 was on another host
+    ("0", ("here", 7, 2, "mine"), True, False),  # in another container with equal numbers
+    ("1", ("here", 7, 2, "other"), True, False),
+    ("1", ("here", 7, 2, "none"), True, False)], ids=str)
+def test_a_restart_is_known(n_restarts, before, has_begun, expected, tmp_path):
+    """What an out_dir has is of a run that this torchrun has begun, or of an earlier one."""
+    (tmp_path / ".lock").write_text(json.dumps(dict(place(*before), has_begun=has_begun)))
+    folder = runs.Folder(tmp_path)
+    with mock.patch.object(runs, "launch", lambda facts=place(*MINE): facts):
+        with mock.patch.dict(os.environ, clear=False):
+            os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
+            if n_restarts is not None:
+                os.environ["TORCHELASTIC_RESTART_COUNT"] = n_restarts
+            assert folder.is_restart() == expected
+
+
+def test_a_run_without_a_name_is_known_by_its_parent_alone():
+    """torchrun's name of a run is none unless it is given."""
+    assert place("here", 7, 1, "none")["name"] is None
+    assert place("here", 7, 1, "none")["agent"] == place("here", 7, 1, "x")["agent"]
 
 
 def test_nothing_is_lost(tmp_path):
@@ -305,7 +390,7 @@ def test_nothing_is_lost(tmp_path):
                                       dict(seed=3, resume=out / "step_00000001"), dict(seed=4))):
         kept |= contents(out) if out.exists() else set()
         finish(out, **{**dict(save_interval=1, keep_last=9, max_steps=2), **options})
-        lost = [content for content in kept - contents(out) if b'"step":' not in content[:9]]
+        lost = kept - contents(out)
         assert not lost, f"lost by run {number}: {lost}"
     assert sorted(path.name for path in (out / "earlier").iterdir()) == ["1", "2", "3", "4"]
 
@@ -371,8 +456,9 @@ def test_a_strange_lock_is_signed_anew(text, tmp_path):
     """Whatever .lock has, and however much; who holds it can be read as soon as it is held."""
     (tmp_path / ".lock").write_text(text)
     folder = runs.Folder(tmp_path)
-    folder.take(0, is_restart=False)
-    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, has_begun=False)
+    folder.take(0)
+    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, has_begun=False,
+                 **runs.launch())
     assert json.loads((tmp_path / ".lock").read_text()) == facts == folder.holder()
     os.close(folder.lock)
 

@@ -125,7 +125,6 @@ def test_rank_0_reads_for_all(tmp_path):
     finish(tmp_path, max_steps=2, **options)
     finish(tmp_path, **options)
     assert saved(tmp_path)[-1] == 4
-    assert len([*tmp_path.glob("tokens-*.npy")]) == 1
 
 
 def slow_text():
