@@ -329,6 +329,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path).resolve()
+        self.launch = launch()
         self.lock = None  # the file's descriptor, once it is taken
         self.has_begun = False  # what lies here is of this run, and no longer of an earlier one
         self.metrics = None  # the open file
@@ -368,14 +369,14 @@ class Folder:
     def holder(self) -> dict:
         """What the run that holds .lock has written there, or the last one that did; {} if that
         cannot be read."""
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.path / ".lock").read_text())
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return dict(json.loads((self.path / ".lock").read_text()))
         return {}
 
     def sign(self, step: int) -> None:
         """Write to .lock whose it is, in one write of a fixed length: nobody reads half of it."""
         facts = dict(host=socket.gethostname(), pid=os.getpid(), step=step,
-                     has_begun=self.has_begun, **launch())
+                     has_begun=self.has_begun, **self.launch)
         with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self.lock, json.dumps(facts).ljust(500).encode(), 0)
             os.ftruncate(self.lock, 500)
@@ -384,7 +385,7 @@ class Folder:
         """Whether the torchrun that has started this process had begun a run here, before it
         started its ranks again. It is known by its process; or, where ranks are behind a shell, or
         rank 0 was on another host, by the name that the user gave it."""
-        holder, own = self.holder(), launch()
+        holder, own = self.holder(), self.launch
         n_restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # of this host
         is_namesake = own["name"] is not None and own["name"] == holder.get("name")
         is_ours = own["agent"] == holder.get("agent") or (is_namesake and n_restarts != "0")

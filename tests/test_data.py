@@ -126,11 +126,11 @@ def write_tokens(folder, content, val=None):
     return folder
 
 
-def load(folder, vocab_size=50257, **options):
-    """What a run of a model that knows so many tokens has of a folder."""
-    config = train.Config(dataset=str(folder), block_size=16, global_batch_size=2, eval_steps=2,
-                          **options)
-    return data.load_tokens(config, None, vocab_size)
+def load(folder, vocab_size=50257, ids=None, **options):
+    """What a run of a model that knows so many tokens has of a folder, or of a text's ids."""
+    config = train.Config(dataset=str(folder), **{**dict(block_size=4, global_batch_size=8,
+                                                         eval_steps=2), **options})
+    return data.load_tokens(config, ids, vocab_size)
 
 
 def some_tokens(vocab_size, n=20_000):
@@ -173,6 +173,25 @@ def test_tokens_that_the_model_lacks_are_refused(name, vocab_size, tmp_path):
     (bytes(40), 257, "is too short: it has 20 tokens to train on and 20 to validate with, and 33")])
 def test_what_is_no_tokens_is_refused(content, vocab_size, fact, tmp_path):
     raises(SystemExit, fact, load, write_tokens(tmp_path / "data", content), vocab_size)
+
+
+def test_what_is_not_needed_need_not_be_there(tmp_path):
+    """A run that validates with nothing needs no val.bin, and an evaluation no train.bin; nor is a
+    token of it looked at."""
+    folder = write_tokens(tmp_path / "data", some_tokens(300).astype("<u2").tobytes())
+    (folder / "val.bin").unlink()
+    raises(OSError, "val.bin", load, folder)
+    tokens, val_tokens = load(folder, eval_steps=0)
+    assert len(tokens) == 20_000 and len(val_tokens) == 0
+    (folder / "train.bin").rename(folder / "val.bin")
+    tokens, val_tokens = load(folder, eval_only=True)
+    assert len(tokens) == 0 and len(val_tokens) == 20_000
+    assert [len(tokens) for tokens in load(folder, 65, eval_only=True, eval_steps=0)] == [0, 0]
+    ids = np.arange(100)
+    for options in (dict(eval_only=True), dict(eval_steps=0)):
+        raises(SystemExit, "data has token", load, folder, 65, ids, **options)
+    actual = load(folder, 65, ids, eval_only=True, eval_steps=0)
+    assert [len(tokens) for tokens in actual] == [0, 0]
 
 
 def test_characters_of_nanogpt_are_refused(tmp_path):

@@ -368,12 +368,12 @@ def test_a_restart_is_known(n_restarts, before, has_begun, expected, tmp_path):
     """What an out_dir has is of a run that this torchrun has begun, or of an earlier one."""
     (tmp_path / ".lock").write_text(json.dumps(dict(place(*before), has_begun=has_begun)))
     folder = runs.Folder(tmp_path)
-    with mock.patch.object(runs, "launch", lambda facts=place(*MINE): facts):
-        with mock.patch.dict(os.environ, clear=False):
-            os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
-            if n_restarts is not None:
-                os.environ["TORCHELASTIC_RESTART_COUNT"] = n_restarts
-            assert folder.is_restart() == expected
+    folder.launch = place(*MINE)
+    with mock.patch.dict(os.environ, clear=False):
+        os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
+        if n_restarts is not None:
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = n_restarts
+        assert folder.is_restart() == expected
 
 
 def test_a_run_without_a_name_is_known_by_its_parent_alone():
@@ -451,7 +451,7 @@ def test_ranks_end_with_their_agent(n_ranks, number, tmp_path):
     assert "stopped by a signal" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("text", ["", "no JSON", 5000 * "x"])
+@pytest.mark.parametrize("text", ["", "no JSON", "5", "[1]", 5000 * "x"])
 def test_a_strange_lock_is_signed_anew(text, tmp_path):
     """Whatever .lock has, and however much; who holds it can be read as soon as it is held."""
     (tmp_path / ".lock").write_text(text)
