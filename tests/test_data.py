@@ -194,6 +194,12 @@ def test_what_is_not_needed_need_not_be_there(tmp_path):
     assert [len(tokens) for tokens in actual] == [0, 0]
 
 
+def test_what_is_no_character_is_a_question_mark():
+    """As a command line has it that is no UTF-8."""
+    assert data.encode("a\udcff\u00e9", data.load_tokenizer("bytes")).tolist() == [
+        *b"a?", *"\u00e9".encode()]
+
+
 def test_characters_of_nanogpt_are_refused(tmp_path):
     """Their numbers mean something else than --tokenizer's. Their text is read."""
     folder = write_tokens(tmp_path / "data", bytes(600))

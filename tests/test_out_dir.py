@@ -382,6 +382,23 @@ def test_a_run_without_a_name_is_known_by_its_parent_alone():
     assert place("here", 7, 1, "none")["agent"] == place("here", 7, 1, "x")["agent"]
 
 
+def test_links_and_files_are_no_obstacle(tmp_path):
+    """A checkpoint that was moved to another disk, with a link in its place, is read; the link goes
+    when it is one too many, and what it leads to stays. So does a file that is named as a
+    checkpoint that is not complete."""
+    out, disk = tmp_path / "out", tmp_path / "disk"
+    finish(out, save_interval=1, max_steps=2)
+    disk.mkdir()
+    (out / "step_00000002").rename(disk / "step_00000002")
+    (out / "step_00000002").symlink_to(disk / "step_00000002")
+    (out / ".step_00000008").write_text("a file")
+    actual = finish(out, save_interval=1, resume="auto", keep_last=1)
+    assert "after step 2" in actual["stdout"] and saved(out)[-1] == 4, actual
+    assert not (out / ".step_00000008").exists() and not [*out.glob(".step_*")]
+    assert (disk / "step_00000002/SHA256SUMS").exists(), "what the link leads to is gone"
+    finish(out, save_interval=1, resume="auto", max_steps=5)
+
+
 def test_nothing_is_lost(tmp_path):
     """Whatever begins anew in a used folder, or goes back: all that was written is there."""
     out = tmp_path / "out"
