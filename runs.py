@@ -102,10 +102,14 @@ def meet(store: dist.Store, rank: int, W: int, timeout_s: float) -> dist.Store:
 
     torchrun may keep its store over restarts (torch 2.13), and in it the addresses of dead ranks,
     for which new ranks would wait. It counts restarts, but per node, so the count is no prefix that
-    ranks agree on. So rank 0 draws a prefix, and every other rank asks for it under a number that
-    it has drawn itself: an answer to a dead rank is never taken for one's own.
+    ranks agree on. So rank 0 draws a prefix, and the others ask for it, each by a number that it
+    has drawn itself. An answer to a dead rank is never taken for one's own:
+
+        rank 1      ask/1 = number                  and waits for answer/number
+        rank 0      answer/number = prefix          for each number that it finds in ask/1
+        rank 1      prefix/met/1                    which no dead rank can write
     """
-    drawn = os.urandom(8).hex()
+    drawn = os.urandom(8).hex()  # rank 0's prefix, another rank's number
     if rank > 0:
         store.set(f"ask/{rank}", drawn)
         prefix = store.get(f"answer/{drawn}").decode()  # waits
@@ -156,7 +160,7 @@ def together(function: Callable, *arguments):
     texts = gather(None if error is None else one_line(error))
     is_mistake = isinstance(error, (SystemExit, OSError)) or is_out_of_memory(error)
     if error is not None and not is_mistake:
-        raise error
+        raise error  # a bug: here it keeps its traceback, and other ranks say its text
     for rank, text in enumerate(texts):
         if text is not None:
             raise SystemExit(f"rank {rank}: {text}" if rank > 0 else text)
@@ -337,11 +341,25 @@ class Folder:
 
     # ---- one run at a time
 
-    def take(self, wait_s: float) -> None:
-        """Hold .lock, which the kernel drops when this process ends, however that ends. Wait for it
-        up to wait_s; then SystemExit says who holds it."""
+    def take(self, resume: str | None, wait_s: float) -> None:
+        """Hold .lock, which the kernel drops when this process ends, however that ends. SystemExit
+        says who holds it; or, before anything is written, that resume is no checkpoint's path.
+
+        A run that goes on here waits up to wait_s, as ranks of an earlier start may still be
+        ending.
+        """
+        named, is_restart = named_checkpoint(resume), self.is_restart()
+        if named is not None and not is_restart and not is_checkpoint(named):
+            raise SystemExit(f"--resume {resume}: {named} {problem_of(named)}")
+        is_here = named is not None and named.parent == self.path
+        goes_on_here = resume == "auto" or is_restart or is_here
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+        self._wait_for_lock(wait_s if goes_on_here else 0.0)
+        self.has_begun = self.is_restart()
+        self.sign(step=0)
+
+    def _wait_for_lock(self, wait_s):
         deadline_s = time.monotonic() + wait_s
         has_waited = False
         while not self._holds_lock():
@@ -354,8 +372,6 @@ class Folder:
             if not has_waited:
                 say(f"{text}. Waiting for its end, up to {wait_s:g} s")
             has_waited = True
-        self.has_begun = self.is_restart()
-        self.sign(step=0)
 
     def _holds_lock(self):
         try:
@@ -596,29 +612,16 @@ def short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def take(folder: Folder, resume: str | None, wait_s: float) -> None:
-    """Rank 0: hold the folder's lock. A run that goes on there waits for it up to wait_s, as ranks
-    of an earlier start may still be ending. Refuses, before anything is written, where resume is
-    the path of no checkpoint."""
-    named = named_checkpoint(resume)
-    is_restart = folder.is_restart()
-    if named is not None and not is_restart and not is_checkpoint(named):
-        raise SystemExit(f"--resume {resume}: {named} {problem_of(named)}")
-    goes_on_here = resume == "auto" or is_restart or (
-        named is not None and named.parent == folder.path)
-    folder.take(wait_s if goes_on_here else 0.0)
-
-
 def find_checkpoint(folder: Folder, resume: str | None,
                     wait_s: float | None = 0.0) -> tuple[pathlib.Path | None, dict | None]:
     """Take the folder -> the checkpoint from which a run goes on, and its record; None, None for a
     run that begins anew. A collective.
 
     resume: "auto" for the newest one in the folder, if any; the path of one; or None. wait_s: see
-    `take`; None to look only.
+    `Folder.take`; None to look only.
     """
     if wait_s is not None:
-        on_rank_0(take, folder, resume, wait_s)
+        on_rank_0(folder.take, resume, wait_s)
     return on_rank_0(folder.find, resume)
 
 
@@ -637,20 +640,19 @@ def save(folder: Folder, tensors: dict[str, torch.Tensor], record: dict,
 
     record: what JSON can hold; "step", and perhaps "best_step", which is kept, too.
     """
-    checkpoint, problem = folder.checkpoint_of(record["step"]), None
+    checkpoint = folder.checkpoint_of(record["step"])
     try:
         dcp.save(tensors, checkpoint_id=hidden(checkpoint))
         on_rank_0(folder.publish, checkpoint, record, keep_last)
+        return True
     except (dcp.CheckpointException, SystemExit) as error:
         problem = last_line(error)
     is_saved = from_rank_0(checkpoint.exists())
-    if problem is not None:
-        what = "is there, but older ones are not tidied up"
-        if not is_saved:
-            on_rank_0(remove, hidden(checkpoint))
-            what = "failed, earlier ones are as they were"
-        warn(f"step {record['step']}: the checkpoint {what}: {problem} (is the disk full, or "
-             "gone?)")
+    what = "is there, but older ones are not tidied up"
+    if not is_saved:
+        on_rank_0(remove, hidden(checkpoint))
+        what = "failed, earlier ones are as they were"
+    warn(f"step {record['step']}: the checkpoint {what}: {problem} (is the disk full, or gone?)")
     return is_saved
 
 
@@ -661,6 +663,7 @@ def last_line(error: BaseException) -> str:
 
 # -------------------------------------------------------------------------------------------------
 # how a run ends
+
 
 def note_signals(signals: list[int]) -> None:
     """Let SIGINT and SIGTERM be noted in a list, so that all ranks can finish the step. A second

@@ -473,7 +473,7 @@ def test_a_strange_lock_is_signed_anew(text, tmp_path):
     """Whatever .lock has, and however much; who holds it can be read as soon as it is held."""
     (tmp_path / ".lock").write_text(text)
     folder = runs.Folder(tmp_path)
-    folder.take(0)
+    folder.take(None, 0)
     facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, has_begun=False,
                  **runs.launch())
     assert json.loads((tmp_path / ".lock").read_text()) == facts == folder.holder()
