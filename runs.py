@@ -333,7 +333,6 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path).resolve()
-        self.launch = launch()
         self.lock = None  # the file's descriptor, once it is taken
         self.has_begun = False  # what lies here is of this run, and no longer of an earlier one
         self.metrics = None  # the open file
@@ -391,21 +390,20 @@ class Folder:
 
     def sign(self, step: int) -> None:
         """Write to .lock whose it is, in one write of a fixed length: nobody reads half of it."""
-        facts = dict(host=socket.gethostname(), pid=os.getpid(), step=step,
-                     has_begun=self.has_begun, **self.launch)
+        facts = dict(host=socket.gethostname(), pid=os.getpid(), step=step, launch=launch(),
+                     has_begun=self.has_begun)
         with contextlib.suppress(OSError):  # a full disk
             os.pwrite(self.lock, json.dumps(facts).ljust(500).encode(), 0)
             os.ftruncate(self.lock, 500)
 
     def is_restart(self) -> bool:
-        """Whether the torchrun that has started this process had begun a run here, before it
-        started its ranks again. It is known by its process; or, where ranks are behind a shell, or
-        rank 0 was on another host, by the name that the user gave it."""
-        holder, own = self.holder(), self.launch
-        n_restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # of this host
-        is_namesake = own["name"] is not None and own["name"] == holder.get("name")
-        is_ours = own["agent"] == holder.get("agent") or (is_namesake and n_restarts != "0")
-        return n_restarts is not None and is_ours and holder["has_begun"]
+        """Whether the torchrun that has started this process had begun a run here before, and has
+        started its ranks again: one has died, or (then it does not count) nodes have come or gone.
+        """
+        holder, own = self.holder(), launch()
+        n_restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of this host
+        may_be = own is not None or n_restarts != "0"
+        return may_be and own == holder.get("launch") and holder.get("has_begun", False)
 
     # ---- where a run goes on
 
@@ -595,21 +593,15 @@ def named_checkpoint(resume: str | None) -> pathlib.Path | None:
     return None if resume in (None, "auto") else pathlib.Path(resume).resolve()
 
 
-def launch() -> dict:
-    """What tells one torchrun from another, in short: "agent", the process that has started this
-    one, by its host, number and, on Linux, time of start; and "name", that of the run, if the user
-    has given it one."""
-    number, start = os.getppid(), ""
-    with contextlib.suppress(OSError):
-        stat = pathlib.Path(f"/proc/{number}/stat").read_text()
-        start = stat.rpartition(")")[2].split()[19]  # in containers numbers come again
-    agent = f"{socket.gethostname()} {number} {start}"
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")  # torchrun's default
-    return dict(agent=short_hash(agent), name=None if name == "none" else short_hash(name))
-
-
-def short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def launch() -> str | None:
+    """Which torchrun has started this process, in short; None without one. Its folder of logs,
+    .../NAME_RANDOM/attempt_0/RANK/error.json, is new in each launch, and the same in each restart.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return None
+    folder = pathlib.Path(path).parent.parent.parent
+    return hashlib.sha256(str(folder).encode()).hexdigest()[:16]
 
 
 def find_checkpoint(folder: Folder, resume: str | None,

@@ -282,9 +282,9 @@ def test_torchrun_starts_again_in_a_used_folder(places, tmp_path):
 
 
 def of_another_torchrun():
-    """Plant a restart whose parent has not started the run before."""
+    """Plant a restart by a torchrun that has not started the run before."""
     start_again()
-    os.getppid = os.getpid
+    os.environ["TORCHELASTIC_ERROR_FILE"] = LOGS.format("another", 1)
 
 
 def test_a_restart_goes_on(tmp_path):
@@ -341,45 +341,40 @@ def test_a_start_that_dies_at_once_takes_no_other_run(resume, tmp_path):
     assert len([*(out / "earlier/1").glob("step_*")]) == 2, "the earlier run is lost"
 
 
-def place(host, number, start, name):
-    """launch() of a process on a host whose parent has this number and began then."""
-    stat = f"{number} (torchrun) S {' '.join('0' * 18)} {start} 0"
-    with mock.patch.multiple(os, getppid=lambda: number), mock.patch.object(
-            socket, "gethostname", lambda: host), mock.patch.object(
-            pathlib.Path, "read_text", lambda path: stat):
-        with mock.patch.dict(os.environ, TORCHELASTIC_RUN_ID=name):
-            return runs.launch()
+LOGS = "/logs/none_{}/attempt_{}/0/error.json"
+MINE = dict(TORCHELASTIC_ERROR_FILE=LOGS.format("mine", 0), TORCHELASTIC_RESTART_COUNT="0")
 
 
-MINE = ("here", 7, 1, "mine")
-
-
-@pytest.mark.parametrize("n_restarts, before, has_begun, expected", [
-    ("0", MINE, True, True),  # other nodes have come or gone
-    ("1", MINE, True, True),
-    (None, MINE, True, False),  # this is no torchrun
-    ("1", MINE, False, False),
-    ("1", ("here", 9, 2, "mine"), True, True),  # ranks are behind a shell
-    ("1", ("there", 7, 1, "mine"), True, True),  # rank 0 was on another host
-    ("0", ("here", 7, 2, "mine"), True, False),  # in another container with equal numbers
-    ("1", ("here", 7, 2, "other"), True, False),
-    ("1", ("here", 7, 2, "none"), True, False)], ids=str)
-def test_a_restart_is_known(n_restarts, before, has_begun, expected, tmp_path):
+@pytest.mark.parametrize("before, has_begun, now, expected", [
+    (MINE, True, {}, False),  # this is no torchrun
+    (MINE, True, MINE, True),  # other nodes have come or gone
+    (MINE, True, dict(TORCHELASTIC_ERROR_FILE=LOGS.format("mine", 1),
+                      TORCHELASTIC_RESTART_COUNT="1"), True),
+    (MINE, False, MINE, False),
+    (MINE, True, dict(TORCHELASTIC_ERROR_FILE=LOGS.format("other", 1),
+                      TORCHELASTIC_RESTART_COUNT="1"), False),
+    ({}, True, dict(TORCHELASTIC_ERROR_FILE=LOGS.format("mine", 1),
+                    TORCHELASTIC_RESTART_COUNT="1"), False),
+    ({}, True, {}, False),
+    ({}, True, dict(TORCHELASTIC_ERROR_FILE="", TORCHELASTIC_RESTART_COUNT="0"), False),
+    # Without logs the count tells.
+    ({}, True, dict(TORCHELASTIC_ERROR_FILE="", TORCHELASTIC_RESTART_COUNT="1"), True),
+    ({}, False, dict(TORCHELASTIC_ERROR_FILE="", TORCHELASTIC_RESTART_COUNT="1"), False)])
+def test_a_restart_is_known(before, has_begun, now, expected, tmp_path):
     """What an out_dir has is of a run that this torchrun has begun, or of an earlier one."""
-    (tmp_path / ".lock").write_text(json.dumps(dict(place(*before), has_begun=has_begun)))
     folder = runs.Folder(tmp_path)
-    folder.launch = place(*MINE)
-    with mock.patch.dict(os.environ, clear=False):
-        os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
-        if n_restarts is not None:
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = n_restarts
-        assert folder.is_restart() == expected
-
-
-def test_a_run_without_a_name_is_known_by_its_parent_alone():
-    """torchrun's name of a run is none unless it is given."""
-    assert place("here", 7, 1, "none")["name"] is None
-    assert place("here", 7, 1, "none")["agent"] == place("here", 7, 1, "x")["agent"]
+    for environment, begins in ((before, has_begun), (now, None)):
+        with mock.patch.dict(os.environ, clear=False):
+            for name in MINE:
+                os.environ.pop(name, None)
+            os.environ.update(environment)
+            if begins is not None:
+                folder.take(None, 0)
+                folder.has_begun = begins
+                folder.sign(3)
+                os.close(folder.lock)
+            else:
+                assert folder.is_restart() == expected
 
 
 def test_links_and_files_are_no_obstacle(tmp_path):
@@ -474,8 +469,8 @@ def test_a_strange_lock_is_signed_anew(text, tmp_path):
     (tmp_path / ".lock").write_text(text)
     folder = runs.Folder(tmp_path)
     folder.take(None, 0)
-    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, has_begun=False,
-                 **runs.launch())
+    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, launch=None,
+                 has_begun=False)
     assert json.loads((tmp_path / ".lock").read_text()) == facts == folder.holder()
     os.close(folder.lock)
 
