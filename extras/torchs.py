@@ -18,6 +18,8 @@ def wrap(gpt, config, bucket_cap_mb):
     if config.mode in ("torch-fsdp", "torch-fsdp-kept"):
         # The logits are a view of what has rows that no token uses. Nothing writes to it.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        # ShardedGradScaler has numbers of shape (1,).
+        warnings.filterwarnings("ignore", message="Found a non-scalar tensor with numel=1")
         return FSDP(gpt, reshard_after_forward=config.mode == "torch-fsdp")
     return TorchDDP(gpt, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True,
                     find_unused_parameters=config.find_unused_parameters)

@@ -158,7 +158,7 @@ one("two", 2, "ddp", comm_hook="topk", topk_ratio=1.0, find_unused_parameters=Tr
 one("two", 2, "zero3", activation_checkpointing=True, profile=2, wandb=True, tensorboard=True,
     plant=record_trackers)
 for mode in ("ddp", "zero2", "zero3"):
-    one("two", 2, mode, mode == "zero3", trace=True, check_interval=0)  # it would gather, too
+    one("two", 2, mode, mode == "zero3", trace=True)
 one("two", 2, "torch-zero1")
 one("two", 2, "torch-fsdp-kept", is_sampled=False)
 one("two", 2, "zero3", shard_size=1, offload=True)
@@ -325,7 +325,8 @@ def assert_sensible(ranges, mode):
     assert reduced and set(of_kind["start"]) <= set(of_kind["wait"]), of_kind
     units = {what.removeprefix("unshard ") for what in of_kind["start"]} - reduced
     freed = set(of_kind["free"])
-    assert len(units) == (3 if mode in STAGES else 0), f"units {units}"
+    # Stages 1 and 2 have gathered what the update changed in the evaluation after it.
+    assert len(units) == (3 if mode == "zero3" else 0), f"units {units}"
     assert freed == (units if mode == "zero3" else set()), f"{units} are unsharded, freed {freed}"
 
 
