@@ -3,7 +3,7 @@
 """What any program with ranks needs beside its model. Replaces a launcher's library and a framework
 of callbacks. Each part keeps a promise:
 
-    ranks     no rank waits for one that has left: all go on, or all stop, for a reason that is said
+    ranks     no rank waits for one that has left: all go on, or all stop, and say why
     flags     a mistake is one line and status 2, before anything is written
     folder    one run at a time; a checkpoint is complete or not there; nothing is lost
     end       a signal lets the step be finished; the status says how the run has ended
@@ -47,7 +47,7 @@ import torch.distributed.checkpoint as dcp
 from oracle import kinds_of_devices, take_device
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ORPHANED = signal.SIGUSR1  # torchrun has ended. Linux sends it for each of its threads, at once
+ORPHANED = signal.SIGUSR1  # torchrun has ended. Linux sends it once for each of its threads
 
 # -------------------------------------------------------------------------------------------------
 # ranks
@@ -160,7 +160,7 @@ def together(function: Callable, *arguments):
     texts = gather(None if error is None else one_line(error))
     is_mistake = isinstance(error, (SystemExit, OSError)) or is_out_of_memory(error)
     if error is not None and not is_mistake:
-        raise error  # a bug: here it keeps its traceback, and other ranks say its text
+        raise error  # a bug: here with its traceback; other ranks stop with its text
     for rank, text in enumerate(texts):
         if text is not None:
             raise SystemExit(f"rank {rank}: {text}" if rank > 0 else text)
@@ -279,8 +279,8 @@ def read_flags(Config: type, doc: str, argv: list[str]) -> dict:
 
 
 def complete(Config: type, given: dict, saved: dict):
-    """The flags that are given -> a Config. The others are as in saved, those of the checkpoint
-    from which a run goes on, or as in the table.
+    """The flags that are given -> a Config. The others are as in saved, which are those of the
+    checkpoint from which a run goes on; or as in the table.
 
     A flag that does nothing without another one is refused if it is given, and dropped if it is
     saved.
@@ -342,7 +342,7 @@ class Folder:
 
     def take(self, resume: str | None, wait_s: float) -> None:
         """Hold .lock, which the kernel drops when this process ends, however that ends. SystemExit
-        says who holds it; or, before anything is written, that resume is no checkpoint's path.
+        where another run holds it; or where resume names no checkpoint, before anything is written.
 
         A run that goes on here waits up to wait_s, as ranks of an earlier start may still be
         ending.
@@ -355,13 +355,13 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
         self._wait_for_lock(wait_s if goes_on_here else 0.0)
-        self.has_begun = self.is_restart()
+        self.has_begun = self.is_restart()  # again, as the holder may have begun meanwhile
         self.sign(step=0)
 
     def _wait_for_lock(self, wait_s):
         deadline_s = time.monotonic() + wait_s
         has_waited = False
-        while not self._holds_lock():
+        while not self._try_lock():
             time.sleep(0.1)  # the holder may have taken it just now, and not signed yet
             holder = self.holder()
             text = (f"in {self.path} a run is alive: host {holder.get('host')}, "
@@ -372,7 +372,7 @@ class Folder:
                 say(f"{text}. Waiting for its end, up to {wait_s:g} s")
             has_waited = True
 
-    def _holds_lock(self):
+    def _try_lock(self):
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -397,23 +397,26 @@ class Folder:
             os.ftruncate(self.lock, 500)
 
     def is_restart(self) -> bool:
-        """Whether the torchrun that has started this process had begun a run here before, and has
-        started its ranks again: one has died, or (then it does not count) nodes have come or gone.
-        """
+        """Whether earlier ranks of the torchrun that has started this process had begun a run here.
+        It starts ranks again when one has died, and when nodes have come or gone."""
         holder, own = self.holder(), launch()
-        n_restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # of this host
-        may_be = own is not None or n_restarts != "0"
-        return may_be and own == holder.get("launch") and holder.get("has_begun", False)
+        if own is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            return False  # there is no torchrun, and may have been none
+        return own == holder.get("launch") and holder.get("has_begun", False)
 
     # ---- where a run goes on
 
-    def find(self, resume: str | None) -> tuple[pathlib.Path | None, dict | None]:
-        """-> the newest sound checkpoint of those that may be taken, and its record; None, None if
-        there are none. SystemExit where all are damaged. A run that torchrun has started again goes
-        on from its own newest one, whatever resume says."""
+    def find(self, resume: str | None,
+             wait_s: float | None) -> tuple[pathlib.Path | None, dict | None]:
+        """`take` the folder, or look only if wait_s is None -> the newest sound checkpoint of those
+        that may be taken, and its record; None, None if there are none. SystemExit where all are
+        damaged. What torchrun has started again goes on from its own newest one, whatever resume
+        says."""
+        if wait_s is not None:
+            self.take(resume, wait_s)
         named = named_checkpoint(resume)
-        candidates = self.newest_first() if resume == "auto" or self.has_begun else []
-        candidates = [path for path in candidates if path != named]
+        own = self.newest_first() if resume == "auto" or self.has_begun else []
+        candidates = [path for path in own if path != named]
         if named is not None:
             candidates.append(named)
         for checkpoint in candidates:
@@ -431,28 +434,33 @@ class Folder:
 
     def begin(self, step: int, best_step: int = 0) -> bool:
         """From here on the folder is this run's: bring it to where it was after a step; 0 for a run
-        that begins anew -> whether there is a best checkpoint. What is newer, or of an earlier run,
-        moves aside."""
-        metrics, best = self.path / "metrics.jsonl", self.path / "best"
-        lines = metrics.read_bytes() if metrics.exists() else b""
-        moved = [path for path in self.newest_first() if int(path.name[5:]) > step]
+        that begins anew -> whether there is a best checkpoint.
+
+        Newer checkpoints, and what is of an earlier run, move aside, with a copy of the metrics.
+        Lines of steps after the last checkpoint are dropped: these steps are made again.
+        """
+        path, best = self.path / "metrics.jsonl", self.path / "best"
+        lines = path.read_bytes() if path.exists() else b""
+        moved = [checkpoint for checkpoint in self.newest_first()
+                 if int(checkpoint.name[5:]) > step]
         if step == 0:
-            for pattern in ("tensorboard", "trace_rank*.json"):
+            for pattern in ("tensorboard", "wandb", "trace_rank*.json"):
                 moved += self.path.glob(pattern)
-        if (step == 0 and best.exists()) or (best.is_dir() and not best.is_symlink()):
-            moved.append(best)  # it is a folder in a copy that has followed the link
+        is_copy = best.is_dir() and not best.is_symlink()  # by a copy that has followed the link
+        if is_copy or (step == 0 and best.exists()):
+            moved.append(best)
         if moved or (step == 0 and lines):
             aside = self._make_aside()
-            (aside / metrics.name).write_bytes(lines)
-            for path in moved:
-                path.rename(aside / path.name)
-            names = ", ".join(path.name for path in (*moved, metrics))
+            (aside / path.name).write_bytes(lines)
+            for old in moved:
+                old.rename(aside / old.name)
+            names = ", ".join(old.name for old in (*moved, path))
             say(f"{names}, newer or of an earlier run: moved to {aside}, which you may delete")
         for unfinished in self.path.glob(".step_*"):
             remove(unfinished)
         self._link_best(best_step)
-        write_synced(metrics, lines_until(step, lines))
-        self.metrics = open(metrics, "ab", buffering=0)
+        write_synced(path, lines_until(step, lines))
+        self.metrics = open(path, "ab", buffering=0)
         self.has_begun = True
         self.sign(step)
         return best.exists()
@@ -486,8 +494,9 @@ class Folder:
         return self.path / f"step_{step:08d}"
 
     def publish(self, checkpoint: pathlib.Path, record: dict, keep_last: int) -> None:
-        """Complete what has been written to hidden(checkpoint); then one rename makes it appear. A
-        run that resumes keeps the metrics up to there, so these must be on disk before."""
+        """Complete what has been written to hidden(checkpoint); then one rename makes it appear,
+        and older ones go, but the keep_last newest and the best. A run that resumes keeps the
+        metrics up to there, so these must be on disk before."""
         lock = self.path / ".lock"
         if not lock.exists() or lock.stat().st_ino != os.fstat(self.lock).st_ino:
             raise SystemExit(f"{lock} was removed, so others may write there")
@@ -498,10 +507,7 @@ class Folder:
         write_synced(unfinished / SUMS, "\n".join([*checksums(unfinished), ""]).encode())
         unfinished.rename(checkpoint)
         fsync(self.path)
-        self.tidy(record.get("best_step", 0), keep_last)
-
-    def tidy(self, best_step: int, keep_last: int) -> None:
-        """Remove the checkpoints that are neither the best nor among the keep_last newest ones."""
+        best_step = record.get("best_step", 0)
         self._link_best(best_step)
         for old in self.newest_first()[keep_last:]:
             if old != self.checkpoint_of(best_step):
@@ -547,10 +553,10 @@ def write_synced(path: pathlib.Path, content: bytes) -> None:
     fsync(path.parent)
 
 
-def lines_until(step: int, metrics: bytes) -> bytes:
+def lines_until(step: int, content: bytes) -> bytes:
     """The lines of metrics.jsonl up to a step. A crash may have torn the last one."""
     lines = []
-    for line in metrics.splitlines(keepends=True):
+    for line in content.splitlines(keepends=True):
         with contextlib.suppress(ValueError, TypeError, KeyError):
             if json.loads(line)["step"] <= step and line.endswith(b"\n"):
                 lines.append(line)
@@ -562,7 +568,8 @@ def checksums(checkpoint: pathlib.Path) -> list[str]:
     out."""
     lines = []
     for path in sorted(checkpoint.iterdir()):
-        if path.name.endswith(HASHED):
+        is_others = path.name.startswith("._")  # macOS's, on a disk of another kind
+        if path.name.endswith(HASHED) and not is_others:
             with open(path, "rb") as file:
                 lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}")
     return lines
@@ -594,8 +601,9 @@ def named_checkpoint(resume: str | None) -> pathlib.Path | None:
 
 
 def launch() -> str | None:
-    """Which torchrun has started this process, in short; None without one. Its folder of logs,
+    """Which torchrun has started this process, in short; None without one. Its folder of logs, of
     .../NAME_RANDOM/attempt_0/RANK/error.json, is new in each launch, and the same in each restart.
+    (Each host has its own: where rank 0 may come back on another one, give --resume auto.)
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -606,15 +614,13 @@ def launch() -> str | None:
 
 def find_checkpoint(folder: Folder, resume: str | None,
                     wait_s: float | None = 0.0) -> tuple[pathlib.Path | None, dict | None]:
-    """Take the folder -> the checkpoint from which a run goes on, and its record; None, None for a
-    run that begins anew. A collective.
+    """`Folder.find` on rank 0: take the folder -> the checkpoint from which a run goes on, and its
+    record; None, None for a run that begins anew. A collective.
 
-    resume: "auto" for the newest one in the folder, if any; the path of one; or None. wait_s: see
-    `Folder.take`; None to look only.
+    resume: "auto" for the newest one in the folder, if any; the path of one; or None. wait_s: for
+    another run to end; None to look only.
     """
-    if wait_s is not None:
-        on_rank_0(folder.take, resume, wait_s)
-    return on_rank_0(folder.find, resume)
+    return on_rank_0(folder.find, resume, wait_s)
 
 
 def load(tensors: dict[str, torch.Tensor], checkpoint: pathlib.Path) -> None:
@@ -659,8 +665,8 @@ def last_line(error: BaseException) -> str:
 
 def note_signals(signals: list[int]) -> None:
     """Let SIGINT and SIGTERM be noted in a list, so that all ranks can finish the step. A second
-    one ends the process at once; under torchrun, which passes on what a terminal has sent to all, a
-    third. The end of torchrun counts as one SIGTERM.
+    one ends the process at once; under torchrun, which may pass on what a terminal has sent to all,
+    a third. torchrun's own end counts as one SIGTERM.
 
     A thread notes them. A handler in Python would have to wait until the main thread comes back,
     such as from a collective that waits for a frozen rank, and count two signals as one.
@@ -694,9 +700,12 @@ def agree_on_signal(signals: list[int]) -> int:
 
 
 def end_with(function: Callable[[], int], progress: dict) -> None:
-    """function() -> the status with which this process ends. Otherwise that is 2, and one line, for
-    a user's mistake; 1, and one line with progress["step"], for what fails later, such as another
-    rank. A bug keeps its traceback, too."""
+    """function() -> the status with which this process ends. If it raises, that is
+
+        2   and one line        SystemExit before the first step, of progress["step"]: a mistake
+        1   and one line        SystemExit later; or another rank has died, or memory is out
+        1   and a traceback     anything else: a bug. The line comes after it
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop Ctrl-C ends a run in silence
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # Python's None for one that was closed
@@ -714,8 +723,7 @@ def end_with(function: Callable[[], int], progress: dict) -> None:
             traceback.print_exc()
         leave(f"rank {os.environ.get('RANK', 0)} failed in step {progress['step']}: "
               f"{type(error).__name__}: {one_line(error)}", 1)
-    # FSDP2's modules hold the group in a cycle: uncollected, its threads outlive the interpreter.
-    gc.collect()
+    gc.collect()  # or threads of a group that FSDP2's modules hold outlive the interpreter
     dist.destroy_process_group()
     # Or Python would end with 120 where a full disk has not taken all of the log.
     sys.stdout = sys.stderr = None
@@ -723,9 +731,9 @@ def end_with(function: Callable[[], int], progress: dict) -> None:
 
 
 def leave_together(text: str, status: int = 2) -> None:
-    """Leave for a reason that all ranks have. The first one of a host says it. The others wait for
-    the SIGTERM that they get from torchrun then: if they left first, the first one might get it
-    before it speaks. (If only this one has failed after all, it says so after a while.)"""
+    """Leave for a reason that all ranks have. The first one of a host says it. The others wait, or
+    torchrun's SIGTERM might come before it has spoken. (If only this one has failed after all, it
+    says so after a while.)"""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
         time.sleep(5)
@@ -741,7 +749,7 @@ def leave(text: str, status: int) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Its text, of which a compiler's may be very long."""
+    """The text of an error, at most 2,000 characters of it: a compiler's may be very long."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())[:2000]

@@ -13,11 +13,11 @@
     python train.py --resume out/best --eval_only --prompt "def "   # ask a checkpoint
 
 One loop for all modes. One process is a group of one rank, so no line asks whether there is a
-group. How it differs from nanoGPT's loop: the global batch of a step is a function of (seed, epoch,
-step) alone, ranks take its micro batches in turn, and nothing is divided before the gradients of
-all of them are added up, in that order. So any number of ranks computes the same, and in fp32 on a
-CPU zero2 and zero3 end on the bits of one process, also where W changes in the middle of a run; the
-other modes do where each rank has one micro-step.
+group. Unlike nanoGPT: which samples a step takes depends on (seed, epoch, step) alone; ranks take
+its micro batches in turn; gradients are summed over all of them, and divided once. So the result
+does not depend on the number of ranks, W. In fp32 on a CPU zero2 and zero3 even end on the bits of
+one process, also where W changes when a run resumes; the other modes do if each rank has one
+micro-step.
 
 Output: a line every few steps; out_dir, see runs.Folder; a text that the model wrote; and as the
 last line of stdout `RESULT {json}`, whose param_sha256 is equal for runs with the same bits.
@@ -59,11 +59,11 @@ from zero import Zero1, Zero2, Zero3
 # flags
 
 STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
-WITH_MUON = ("single", "naive", "ddp", *STAGES, "torch-ddp")  # modes that keep matrices whole
+WITH_MUON = ("single", "naive", "ddp", *STAGES, "torch-ddp")  # modes in which Muon works
 MODES = (*WITH_MUON, "torch-zero1", "torch-fsdp-kept", "torch-fsdp")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "block_size")
-ZERO = ("mode", STAGES)  # what a flag needs that only stages have
+ZERO = ("mode", STAGES)  # what flags of the stages need
 
 
 def int_or_auto(text):
@@ -78,7 +78,7 @@ class Config:
     max_steps: int = flag(800, "optimizer steps in all, also those before a resume", least=1,
                           most=99_999_999)  # a checkpoint's name has eight digits
     seed: int = flag(1337, "of the weights, the order of samples and the sample text")
-    out_dir: str = flag("out", "for checkpoints, metrics.jsonl, tokens; else the one --resume PATH "
+    out_dir: str = flag("out", "for checkpoints and metrics.jsonl; else the one --resume PATH "
                         "is in", once=True)
     device: str = flag(None, "cpu, or an accelerator such as cuda [the latter, if any]", once=True)
     deterministic: bool = flag(False, "only kernels that have the same bits in every run; slower")
@@ -111,7 +111,8 @@ class Config:
     global_batch_size: int = flag(16, "sequences per step, over all ranks and micro-steps", least=1)
     micro_batch_size: int_or_auto = flag(4, "sequences of a rank's forward; auto: the most that "
                                          "fit", least=1)
-    memory_limit_gb: float = flag(None, "GB of a rank [its share of an accelerator]",
+    memory_limit_gb: float = flag(None, "GB that auto may use in a rank [its share of an "
+                                  "accelerator]",
                                   needs=("micro_batch_size", ("auto",)))
     # precision
     dtype: str = flag("fp32", "of the computation, by autocast; fp16 with a gradient scaler",
@@ -163,23 +164,22 @@ class Config:
     wandb: bool = flag(False, "log to Weights & Biases; needs the package wandb")
 
 
-# Flags by which something of extras/ or dropin/ is asked for.
-EXTRAS = ("compile", "comm_hook", "node_size", "shard_size", "init_from", "export_hf", "trace",
-          "profile", "tensorboard", "wandb")
-# What an evaluation does not take from a checkpoint: it may be on another machine, and on fewer
+# Flags of which extras/needs.py has something to check.
+TO_CHECK = ("compile", "comm_hook", "node_size", "shard_size", "init_from", "export_hf", "trace",
+            "profile", "tensorboard", "wandb")
+# Flags that an evaluation does not take from its checkpoint, as it may run elsewhere, on fewer
 # ranks.
 NOT_TO_EVALUATE = ("compile", "comm_hook", "shard_size", "tensorboard", "wandb")
 
 
 def config_of(given, record, device):
-    """The flags that are given -> Config. The others are as in the record of the checkpoint from
-    which the run goes on, or as in the table. Refuses what contradicts itself, or cannot be here.
-    """
+    """The flags that are given, completed by the record of the checkpoint from which the run goes
+    on, if any, and checked -> Config."""
     saved = {} if record is None else dict(record["flags"])
     if given.get("eval_only"):
         for name in NOT_TO_EVALUATE:
             saved.pop(name, None)
-    if saved.get("mode") in (None, "single"):  # the latter is impossible for several processes
+    if saved.get("mode") in (None, "single"):  # what one process has begun may go on in torchrun
         saved["mode"] = "ddp" if "RANK" in os.environ else "single"
     config = runs.complete(Config, given, saved)
     check(config, device)
@@ -197,7 +197,7 @@ def check(config, device):
                          f"{count(W, 'rank')}")
     if config.min_lr is not None and config.min_lr > config.lr:
         raise SystemExit(f"--min_lr {config.min_lr} is above --lr {config.lr}")
-    if any(getattr(config, name) for name in EXTRAS):
+    if any(getattr(config, name) for name in TO_CHECK):
         from extras import needs
         needs.check(config, device)
 
@@ -240,15 +240,16 @@ def train(given, progress):
 
 
 def prepare(given, progress):
-    """Make all that a run needs, on all ranks alike. A collective."""
+    """Make all that a run needs. A collective."""
     # 1) ranks, the folder, and flags, of which a checkpoint may have some
-    start = Config(**given)
-    if start.resume not in (None, "auto") and "out_dir" not in given:
-        given["out_dir"] = start.out_dir = os.path.dirname(os.path.realpath(start.resume))
+    start = Config(**given)  # as far as it is known
+    named = runs.named_checkpoint(start.resume)
+    if named is not None and "out_dir" not in given:
+        given["out_dir"] = start.out_dir = str(named.parent)
     device = runs.choose_device(start.device)
     runs.start_process_group(device, start.timeout_s)
     folder = runs.Folder(start.out_dir)
-    checkpoint, record = find_checkpoint(folder, start)
+    checkpoint, record = checkpoint_to_go_on_from(folder, start)
     config = together(config_of, given, record, device)
     torch.set_num_threads(config.threads)
     if config.deterministic:
@@ -273,8 +274,8 @@ def prepare(given, progress):
     if config.micro_batch_size == "auto":
         from extras import auto
 
-        def trial_run(config):
-            return assemble(new_gpt(gpt.config, config), config, device)
+        def trial_run(trial_config):
+            return assemble(new_gpt(gpt.config, trial_config), trial_config, device)
 
         config.micro_batch_size = auto.largest_micro_batch(config, device, trial_run, train_step)
     run = assemble(gpt, config, device)
@@ -287,13 +288,13 @@ def prepare(given, progress):
         resume(run, checkpoint, record)
     if not config.eval_only:
         goes_on_here = record is not None and checkpoint.parent == folder.path
-        begin(run, tokens, goes_on_here)
+        begin_run(run, tokens, goes_on_here)
     return run
 
 
-def find_checkpoint(folder, start):
-    """Take the folder, unless this is an evaluation -> the checkpoint to go on from, and its
-    record; None, None to begin anew. start: the flags that are given. A collective."""
+def checkpoint_to_go_on_from(folder, start):
+    """Take the folder, unless this is an evaluation -> a checkpoint and its record; None, None to
+    begin anew. start: the Config of the flags that are given alone. A collective."""
     wait_s = None if start.eval_only else start.timeout_s
     checkpoint, record = runs.find_checkpoint(folder, start.resume, wait_s)
     if start.eval_only and record is None and start.init_from is None:
@@ -315,7 +316,7 @@ def take_deterministic_kernels():
 
 
 def facts_of(config, gpt, tokens):
-    """{name: value} of what must stay as it is when a run resumes; of an evaluation the model
+    """{name: value} of what must stay as it is when a run resumes; for an evaluation the model's
     alone. A hash takes the place of --dataset, which may be another path on another host."""
     facts = dict(vars(gpt.config))
     del facts["activation_checkpointing"]  # changes no bit
@@ -344,13 +345,14 @@ def assemble(gpt, config, device):
     return Run(config, device, gpt, model, optimizers, make_scaler(config, device))
 
 
-def begin(run, tokens, goes_on_here):
-    """From here on out_dir is this run's, and it reads tokens. goes_on_here: from a checkpoint in
-    out_dir; one that lies elsewhere begins a new run. A collective."""
+def begin_run(run, tokens, goes_on_here):
+    """From here on out_dir is this run's, and it reads tokens. A collective."""
     progress = run.progress
-    step, best_step = (progress["step"], progress["best_step"]) if goes_on_here else (0, 0)
+    step, best_step = progress["step"], progress["best_step"]
+    if not goes_on_here:  # the checkpoint is of another run's folder, if any: here a new one begins
+        step = best_step = 0
     has_best = on_rank_0(run.folder.begin, step, best_step)
-    if not has_best:  # there is none yet, or it is in another folder
+    if not has_best:
         progress |= dict(best_step=0, best_val_loss=math.inf)
     run.batches = micro_batches(tokens, progress["step"] + 1, run.config, run.device)
     run.batch = next(run.batches)
@@ -367,7 +369,7 @@ def loop(run):
         watchers = start_watchers(stack, run)
         for step in range(progress["step"] + 1, config.max_steps + 1):
             # forward, backward and update
-            progress["step"] = step  # by which errors name it
+            progress["step"] = step  # for errors
             lr = set_lr(run.optimizers, step, config)
             measured, is_told_to_stop = measured_step(run, signals)
             entry = dict(step=step, lr=lr, **measured)
@@ -391,12 +393,12 @@ def loop(run):
                 raise SystemExit(f"step {step}: {MAX_SKIPPED_STEPS} steps in a row not finite: "
                                  "lower --lr")
 
-            # write a checkpoint, on all ranks; a skipped step must not push out those before it,
-            # but the last step has one. Then stop, if some rank was told to
+            # Write a checkpoint, on all ranks: when it is time, of a new best one, at the end, and
+            # before a stop. After a skipped step it is not time: it would push out a good one.
             is_time = is_due(step, config.save_interval) and not entry["skipped"]
             is_last = step == config.max_steps
             if config.save_interval and (is_time or is_last or new_best or is_told_to_stop):
-                save(run, new_best)
+                save_run(run, new_best)
             if is_told_to_stop:
                 break
     number = runs.agree_on_signal(signals)
@@ -436,7 +438,7 @@ def resume(run, checkpoint, record):
     runs.load(sharded_state(run.model, *run.optimizers), checkpoint)
     for name in run.progress:
         run.progress[name] = record[name]
-    if record["scaler"]:  # empty, unless that run had fp16, too
+    if record["scaler"]:  # empty if that run had none
         run.scaler.load_state_dict(record["scaler"])
     if run.config.comm_hook:
         from extras import comm_hooks
@@ -445,9 +447,9 @@ def resume(run, checkpoint, record):
         f"{count(dist.get_world_size(), 'rank')} ({record['world_size']} before)")
 
 
-def save(run, new_best):
+def save_run(run, new_best):
     """Write a checkpoint. A collective. new_best: best_step and best_val_loss, if it is the best
-    one so far; else {}. They count once it is there."""
+    one so far; else {}. progress has them only if the checkpoint is there."""
     flags = runs.flags_to_save(run.config)
     for name in ("dataset", "init_from"):  # for a run that resumes in another working folder
         if flags[name] not in (None, "stdlib"):
@@ -493,36 +495,36 @@ def train_step(run, signals=()):
     if config.mode == "naive":
         model.average_gradients()
 
-    # take the mean of n W micro batches and clip it, on all ranks by the same factor. (torch's
-    # wrappers and comm hooks have taken the mean over ranks already.)
+    # Divide sums by the number of micro batches, n W, less what the wrapper has divided by already:
+    # 1 in our modes, W in torch's and by comm hooks. And clip, on all ranks by the same factor.
     for optimizer in run.optimizers:
         scaler.unscale_(optimizer)
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     norm = clip_gradients_(gradients, config.grad_clip or math.inf, model.shard_group,
                            divide_by=n * W / model.gradient_divide_factor).to(device)
 
-    # Add up losses over ranks, and in the same collective what all ranks must know. Each micro
-    # batch has a place, in the order of the data. Other ranks' places are 0, so the sum over ranks
-    # rounds nothing, and the logged loss does not depend on W. All of it is read at once: here the
+    # One all-reduce of what all ranks must know: the loss of each micro batch, in the order of the
+    # data; whether the norm is not finite; signals. A rank fills its own places, and others are 0:
+    # so nothing is rounded, and the logged loss does not depend on W. All is read at once: here the
     # CPU waits for an accelerator.
     sums = torch.zeros(n * W + 2, dtype=torch.float64, device=device)
     sums[rank:n * W:W] = torch.stack(losses)
     sums[-2] = ~norm.isfinite()
     sums[-1] = len(signals)
     dist.all_reduce(sums)
-    *losses, n_not_finite, n_signals, norm = torch.cat((sums, norm.view(1))).tolist()
-    loss = math.fsum(losses) / len(losses)
+    *all_losses, n_not_finite, n_signals, grad_norm = torch.cat((sums, norm.view(1))).tolist()
+    loss = math.fsum(all_losses) / len(all_losses)
     is_skipped = n_not_finite > 0 or not math.isfinite(loss)
 
     # update the weights
     if not is_skipped:
         for optimizer in run.optimizers:
             scaler.step(optimizer)
-    # The scaler has seen the gradients alone. Where they are finite, and the loss is not, the scale
-    # stays: this was no good step, and another scale would not have helped.
+    # A scaler sees gradients alone. If they are finite, and the loss is not, it keeps the scale; by
+    # update() it would count a good step.
     is_only_loss = is_skipped and n_not_finite == 0
     scaler.update(scaler.get_scale() if is_only_loss else None)
-    return loss, norm, is_skipped, n_signals > 0
+    return loss, grad_norm, is_skipped, n_signals > 0
 
 
 def measured_step(run, signals):
@@ -549,14 +551,14 @@ def autocast(dtype, device):
 
 def set_lr(optimizers, step, config):
     """Set the learning rate of a step, from 1 on, for all parameters -> that rate: linear warm-up
-    to lr, then a cosine from lr to min_lr."""
-    min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
-    decay_steps = max(1, config.max_steps - config.warmup_steps)
-    done = (step - 1 - config.warmup_steps) / decay_steps
-    coefficient = 0.5 * (1 + math.cos(math.pi * done))  # falls from 1 towards 0
-    lr = min_lr + coefficient * (config.lr - min_lr)
+    to lr, then a cosine from lr towards min_lr."""
     if step <= config.warmup_steps:
         lr = config.lr * step / (config.warmup_steps + 1)
+    else:
+        min_lr = config.lr / 10 if config.min_lr is None else config.min_lr
+        done = (step - 1 - config.warmup_steps) / (config.max_steps - config.warmup_steps)
+        coefficient = 0.5 * (1 + math.cos(math.pi * done))  # falls from 1 towards 0
+        lr = min_lr + coefficient * (config.lr - min_lr)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -594,7 +596,7 @@ def wrap(gpt, config, device):
     """
     if config.compile:
         gpt.compile_blocks()
-    # None is 25 MB too, but only with None is torch's first bucket small.
+    # torch's own default, None, is 25 MB with a small first bucket.
     bucket_cap_mb = None if config.bucket_cap_mb == 25 else config.bucket_cap_mb
     if config.mode.startswith("torch-"):
         from extras import torchs
@@ -625,9 +627,9 @@ def needs_dropin(config):
 def exchanging(model, config, is_last):
     """A context for forward and backward of a micro-step: gradients are exchanged in the last one.
 
-    But stages 2 and 3 always exchange them: they have no room for whole gradients, and so their
-    bits are those of one process, however micro batches are divided among ranks. So does stage 1 in
-    16 bits, in which gradients must not add up.
+    But stages 2 and 3 exchange in every micro-step, having no room for whole gradients: so their
+    bits are those of one process, however micro batches are divided among ranks. So does stage 1
+    with parameters of 16 bits: sums in 16 bits would round.
     """
     if needs_dropin(config):
         from extras import dropins
@@ -662,7 +664,7 @@ def build_gpt(config, vocab_size, record):
 
 
 def new_gpt(gpt_config, config):
-    """On meta for dropin's stages, which give it values unit by unit: no rank ever holds all of it.
+    """A GPT; on meta if a stage of dropin's fills it unit by unit, so that no rank holds all of it.
     """
     is_on_meta = config.mode in STAGES and needs_dropin(config)
     with torch.device("meta" if is_on_meta else "cpu"):
@@ -676,8 +678,8 @@ FUSED_ADAMW = ("cuda",)
 
 def make_optimizers(model, config):
     """[AdamW], which decays matrices only, as shards keep their dimensions; with --optimizer muon
-    [AdamW, Muon], the latter for the matrices of blocks. (Of one that you add state has to be
-    tensors, as `sharded_state` saves no others.)"""
+    [AdamW, Muon], the latter for the matrices of blocks. If you add another one, its state must be
+    tensors: `sharded_state` saves nothing else."""
     matrices, others, for_muon = [], [], []
     for name, p in model.named_parameters():
         if takes_muon(name, p, config):
@@ -688,9 +690,8 @@ def make_optimizers(model, config):
             others.append(p)
     groups = [dict(params=matrices, weight_decay=config.weight_decay),
               dict(params=others, weight_decay=0.0)]
-    # Not fused with a scaler (torch 2.13), which hands it a number of shape (1,), and it subtracts
-    # that from steps of shape (). foreach on an accelerator: else each tensor takes kernels of its
-    # own.
+    # torch 2.13's fused AdamW fails with a scaler, whose number has the shape (1,). foreach on an
+    # accelerator: few kernels for all tensors.
     kind = others[0].device.type
     fused = kind in FUSED_ADAMW and not has_scaler(config)
     options = dict(lr=config.lr, betas=(config.beta1, config.beta2), fused=fused,
@@ -839,9 +840,9 @@ def mfu(tokens_per_sec, gpt, device):
 
 
 def over_ranks(own, device):
-    """{name: this rank's number} -> {name: [min, mean, max] over ranks}, and the slowest rank. All
-    take as long as that one, so it is the one that waits least; None in the torch modes, which do
-    not say how long they wait. A collective."""
+    """{name: this rank's number} -> {name: [min, mean, max] over ranks}, and "slowest": the rank
+    that waits least for others; None in the torch modes, which do not say how long they wait. A
+    collective."""
     columns = runs.of_all_ranks(own, device)
     busy_ms = np.subtract(columns["step_ms"], columns["comm_exposed_ms"])
     of_ranks = dict(slowest=None if np.isnan(busy_ms).any() else int(busy_ms.argmax()))
@@ -886,13 +887,13 @@ def log_step(entry, run):
     is_time = is_due(entry["step"], run.config.log_interval, also=1)
     if not (is_time or "val_loss" in entry or entry["skipped"]):
         return
-    mfu = "-" if math.isnan(entry["mfu"]) else f"{100 * entry['mfu']:.1f}%"
+    part = "-" if math.isnan(entry["mfu"]) else f"{100 * entry['mfu']:.1f}%"
     step_ms = np.mean([old["step_ms"] for old in run.recent])
     minutes, seconds = divmod(round((max_steps - entry["step"]) * step_ms / 1e3), 60)
     line = (f"step {entry['step']:5d}/{max_steps} | loss {entry['loss']:.4f} | "
             f"lr {entry['lr']:.2e} | grad norm {entry['grad_norm']:.3f} | "
             f"param norm {entry['param_norm']:.2f} | {entry['tokens_per_sec']:,.0f} tokens/s | "
-            f"mfu {mfu} | {entry['mem_bytes'] / 1e9:.2f} GB | {minutes}m{seconds:02d}s left")
+            f"mfu {part} | {entry['mem_bytes'] / 1e9:.2f} GB | {minutes}m{seconds:02d}s left")
     if "val_loss" in entry:
         line += f" | val loss {entry['val_loss']:.4f}"
     if entry["skipped"]:
