@@ -162,6 +162,15 @@ def test_what_a_scaler_learns_of_a_skipped_step(mode, function, expected, tmp_pa
     assert actual == expected
 
 
+def test_a_scaler_goes_on(tmp_path):
+    """A run that resumes in fp16 has the scale, and the count of good steps, of its checkpoint."""
+    options = dict(W=2, mode="zero2", dtype="fp16", save_interval=1, keep_last=9)
+    finish(tmp_path, max_steps=3, plant=partial(spoil, "embedding", (2,), math.inf), **options)
+    finish(tmp_path, resume="auto", **options)
+    record = json.loads((tmp_path / "step_00000004/checkpoint.json").read_text())
+    assert (record["scaler"]["scale"] / 2**15, record["scaler"]["_growth_tracker"]) == (0.5, 2)
+
+
 def raise_all(numbers):
     for number in numbers:
         signal.raise_signal(number)

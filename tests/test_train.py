@@ -127,6 +127,21 @@ def test_rank_0_reads_for_all(tmp_path):
     assert saved(tmp_path)[-1] == 4
 
 
+def note_threads(path):
+    """Plant a note of how many threads an update has."""
+    in_update(2, None, write_threads, path)
+
+
+def write_threads(path):
+    write_line(path, torch.get_num_threads())
+
+
+def test_threads_are_those_of_the_flag(tmp_path):
+    for threads in (None, 3):
+        finish(tmp_path / "out", threads=threads, plant=partial(note_threads, tmp_path / "threads"))
+    assert lines_of(tmp_path / "threads") == [1, 3]
+
+
 def slow_text():
     """Plant a text that takes longer to tokenize than ranks wait for each other."""
     tokenize = data.tokenize
