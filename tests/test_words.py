@@ -1,5 +1,6 @@
 """train.py: what a run says, and where it says it."""
 
+import os
 import re
 import resource
 import signal
@@ -205,3 +206,12 @@ def test_trackers_get_all_numbers(tmp_path):
         assert values == sorted(numbers_in({**entry, "step": None})), entry
     assert scalars(dict(loss=None, ranks=dict(step_ms=[1, 2, 3], slowest=None))) == dict(
         step_ms_min=1, step_ms_mean=2, step_ms_max=3)
+
+
+def half_of_torchrun():
+    """Plant a rank's number without the rest of what torchrun says."""
+    os.environ["RANK"] = "0"
+
+
+def test_a_rank_without_torchrun_is_refused(tmp_path):
+    refused("RANK is set, but not by torchrun: .*WORLD_SIZE", tmp_path, plant=half_of_torchrun)
