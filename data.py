@@ -128,18 +128,23 @@ def load_tokens(config, ids: np.ndarray | None, vocab_size: int) -> tuple[np.nda
     """Training and validation token ids, each (n,). ids: those of a text, of which the last tenth
     validates; None: they are a folder's, memory-mapped. Refuses where there are too few, or some
     that a model of vocab_size tokens lacks."""
-    path = train_path = val_path = pathlib.Path(config.dataset)
+    path = pathlib.Path(config.dataset)
     n_train = 0 if config.eval_only else config.global_batch_size * config.block_size + 1
     n_val = config.block_size + 1 if config.eval_steps else 0
     train = val = np.zeros(0, np.uint16)  # what is not needed need not be there
     if ids is None:
         train_path, val_path = path / "train.bin", path / "val.bin"
-        train = map_tokens(train_path, vocab_size) if n_train > 0 else train
-        val = map_tokens(val_path, vocab_size) if n_val > 0 else val
+        if n_train > 0:
+            train = map_tokens(train_path, vocab_size)
+        if n_val > 0:
+            val = map_tokens(val_path, vocab_size)
     else:
+        train_path = val_path = path
         n = int(0.9 * len(ids))
-        train = ids[:n] if n_train > 0 else train
-        val = ids[n:] if n_val > 0 else val
+        if n_train > 0:
+            train = ids[:n]
+        if n_val > 0:
+            val = ids[n:]
     if len(train) < n_train or len(val) < n_val:
         raise SystemExit(f"--dataset {path} is too short: it has {len(train)} tokens to train on "
                          f"and {len(val)} to validate with, and {n_train} and {n_val} are needed. "

@@ -401,7 +401,7 @@ class Folder:
         It starts ranks again when one has died, and when nodes have come or gone."""
         holder, own = self.holder(), launch()
         if own is None and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            return False  # there is no torchrun, and may have been none
+            return False  # no torchrun: None would equal that of any other run without one
         return own == holder.get("launch") and holder.get("has_begun", False)
 
     # ---- where a run goes on
@@ -439,23 +439,11 @@ class Folder:
         Newer checkpoints, and what is of an earlier run, move aside, with a copy of the metrics.
         Lines of steps after the last checkpoint are dropped: these steps are made again.
         """
-        path, best = self.path / "metrics.jsonl", self.path / "best"
+        path = self.path / "metrics.jsonl"
         lines = path.read_bytes() if path.exists() else b""
-        moved = [checkpoint for checkpoint in self.newest_first()
-                 if int(checkpoint.name[5:]) > step]
-        if step == 0:
-            for pattern in ("tensorboard", "wandb", "trace_rank*.json"):
-                moved += self.path.glob(pattern)
-        is_copy = best.is_dir() and not best.is_symlink()  # by a copy that has followed the link
-        if is_copy or (step == 0 and best.exists()):
-            moved.append(best)
+        moved = self._not_of_this_run(step)
         if moved or (step == 0 and lines):
-            aside = self._make_aside()
-            (aside / path.name).write_bytes(lines)
-            for old in moved:
-                old.rename(aside / old.name)
-            names = ", ".join(old.name for old in (*moved, path))
-            say(f"{names}, newer or of an earlier run: moved to {aside}, which you may delete")
+            self._move_aside(moved, lines)
         for unfinished in self.path.glob(".step_*"):
             remove(unfinished)
         self._link_best(best_step)
@@ -463,15 +451,34 @@ class Folder:
         self.metrics = open(path, "ab", buffering=0)
         self.has_begun = True
         self.sign(step)
-        return best.exists()
+        return (self.path / "best").exists()
 
-    def _make_aside(self):
+    def _not_of_this_run(self, step):
+        paths = []
+        for checkpoint in self.newest_first():
+            if int(checkpoint.name[5:]) > step:
+                paths.append(checkpoint)
+        best = self.path / "best"
+        is_copy = best.is_dir() and not best.is_symlink()  # by a copy that has followed the link
+        if is_copy or (step == 0 and best.exists()):
+            paths.append(best)
+        if step == 0:
+            for pattern in ("tensorboard", "wandb", "trace_rank*.json"):
+                paths += self.path.glob(pattern)
+        return paths
+
+    def _move_aside(self, paths, lines):
+        """To a folder of its own, with a copy of the lines of the metrics."""
         number = 1
         while (self.path / "earlier" / str(number)).exists():
             number += 1
         aside = self.path / "earlier" / str(number)
         aside.mkdir(parents=True)
-        return aside
+        (aside / "metrics.jsonl").write_bytes(lines)
+        for path in paths:
+            path.rename(aside / path.name)
+        names = ", ".join([*(path.name for path in paths), "metrics.jsonl"])
+        say(f"{names}, newer or of an earlier run: moved to {aside}, which you may delete")
 
     # ---- what a run writes
 
@@ -531,7 +538,7 @@ def hidden(path: pathlib.Path) -> pathlib.Path:
 
 
 def remove(path: pathlib.Path) -> None:
-    """A folder with all that is in it; a link to one, or a file."""
+    """Remove a folder with all that is in it; of a link, the link alone; or a file."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
