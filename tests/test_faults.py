@@ -27,6 +27,7 @@ from tests.params import full
 from tests.runs import (ask, fail, finish, in_update, lines_of, run_train, saved, spoil, this_rank,
                         write_line)
 import model
+import runs
 
 STEPS = 4
 
@@ -211,6 +212,14 @@ def test_one_more_signal_ends_a_run_at_once(is_torchruns, n, is_at_once, tmp_pat
     finish(tmp_path, status=130, plant=partial(send, numbers, 0, is_torchruns), save_interval=1,
            fact="^$" if is_at_once else "stopped by a signal after step 3")
     assert saved(tmp_path) == ([1] if is_at_once else [2, 3]), saved(tmp_path)
+
+
+def test_the_end_of_torchrun_counts_once(tmp_path):
+    """Linux says it once for each of torchrun's threads: the step is finished all the same."""
+    plant = partial(send, 5 * [runs.ORPHANED], 0, True)
+    finish(tmp_path, status=128 + signal.SIGTERM, plant=plant, save_interval=1,
+           fact="stopped by a signal after step 3")
+    assert saved(tmp_path) == [2, 3], saved(tmp_path)
 
 
 def freeze_rank_1(folder):
