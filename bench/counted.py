@@ -17,7 +17,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import train
 from runs import read_flags
-from tests.messages import messages, NotCounted
+from judge.messages import messages, NotCounted
 
 COUNTED_STEP = 3
 

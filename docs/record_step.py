@@ -56,8 +56,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from dropin import ddp, zero
-from tests.ranks import Groups
-from verify import gather
+from judge.ranks import Groups
+from judge.training import gather
 
 MODES = {"ddp": ddp.PlainDDP}
 for stage in (zero.PlainZero1, zero.PlainZero2, zero.PlainZero3):
@@ -474,7 +474,7 @@ def record(mode):
     optimizer = torch.optim.Adam(model.parameters(), lr=1, betas=(0.5, 0.75))
     # A first step, so that all memory is there that later ones have, and the order of use is known.
     # Each parameter falls by 1.
-    model(torch.full((n,), float(W))).backward()
+    model(torch.((n,), float(W))).backward()
     optimizer.step()
     optimizer.zero_grad()
     for state in optimizer.state.values():

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.params import ROOT
+from tests.common import ROOT
 
 
 # A rate so high, and constant, that any difference shows in the hash after four steps. Everything

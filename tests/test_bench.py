@@ -26,9 +26,9 @@ from bench.pictures import smoothed
 from bench.tables import print_tables
 from dropin import zero
 from model import GPT, GPTConfig
-from tests.common import on_meta, two_at_a_time
+from tests.common import on_meta
 from tests.forks import run_python, started_python
-from tests.params import full, ROOT
+from tests.common import ROOT
 from tests.runs import run_train
 
 SIZES = dict(n_layer=3, n_head=1, n_embd=64, block_size=16)
@@ -161,7 +161,6 @@ def test_bits(tree):
     assert re.search("^Failed: torch-ddp, W=2 .*ValueError: planted$", text, re.MULTILINE), text
 
 
-@pytest.mark.full
 def test_muon(tree):
     """Muon keeps one average where AdamW keeps two, of the matrices of blocks. (By bench.sh itself,
     and torchrun itself.)"""
@@ -172,7 +171,6 @@ def test_muon(tree):
 
 
 @needs_matplotlib
-@pytest.mark.full
 def test_memory(tree):
     """What a rank holds after a step, and parameters by the trace, are the formulas' for each W."""
     rows, folder = tiny(tree, "memory", "--worlds=1 2")
@@ -191,7 +189,6 @@ def test_memory(tree):
     assert "held by one of 2 ranks" in picture and "ZeRO-3" in picture
 
 
-@pytest.mark.full
 def test_scaling(tree):
     """W separate processes are what efficiency is over; they send nothing, and each is a device."""
     rows, folder = tiny(tree, "scaling", "--worlds=1 2", "--modes=single zero3")
@@ -215,7 +212,7 @@ def namespaces():
 
 
 @needs_link
-@pytest.mark.parametrize("modes", [["--modes=ddp"], full(None)])
+@pytest.mark.parametrize("modes", [["--modes=ddp"], None])
 def test_link(modes, tree):
     """Over a link a step takes at least as long as the bytes that leave a host. The hierarchical
     hook is there on two ranks of each host, beside DDP."""
@@ -233,7 +230,7 @@ def test_link(modes, tree):
     assert processes_of(tree) == [] and namespaces() <= before
 
 
-@pytest.mark.full  # its runs are those of test_modes, but for the size of a bucket
+  # its runs are those of test_modes, but for the size of a bucket
 @pytest.mark.parametrize("rates", [[], pytest.param(["1gbit"], marks=[needs_link, pytest.mark.full],
                                                      id="over_a_link")])
 def test_buckets(rates, tree):
@@ -437,7 +434,7 @@ def start_and_signal(tree, number):
     return started, text
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, full(signal.SIGTERM)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_all(number, tree):
     """Tables have what has run so far; no process is left, and the status is the signal's."""
     started, text = start_and_signal(tree, number)
@@ -450,7 +447,6 @@ def test_a_signal_stops_all(number, tree):
     assert processes_of(tree) == []
 
 
-@pytest.mark.full
 def test_results_outlive_a_kill(tree):
     """After kill -9 the file has the rows that were complete, and they can be printed."""
     started, _ = start_and_signal(tree, signal.SIGKILL)
@@ -512,7 +508,7 @@ def mean_for_a_sum():
 
 
 @pytest.mark.parametrize("plant, wrong", [(nothing, ""), (silu_that_varies, "abc"),
-                                          full(mean_for_a_sum, "b")])
+                                          (mean_for_a_sum, "b")])
 def test_where_bits_differ(plant, wrong):
     """It answers each question on two ranks, and finds what was planted. In float64 norms of shards
     may differ, and so may a fused AdamW."""

@@ -18,7 +18,7 @@ import pytest
 from bench import compare, fit
 from dropin import ddp
 from tests.forks import run_python, started_python
-from tests.params import ROOT
+from tests.common import ROOT
 from tests.runs import finish, lines_of, nothing, run_train, this_rank
 
 # -------------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp import DDP, bucket_bytes, clip_gradients_, fill_buckets
 from tests.common import native, raises
-from tests.messages import messages
-from tests.params import ROOT
+from judge.messages import messages
+from tests.common import ROOT
+from tests.ranks import on_ranks
 from verify import same_bits
 from zero import Zero1, Zero2, Zero3
 
@@ -525,7 +526,7 @@ ROWS = [*itertools.product(MODULES, [plain], WRAPPERS),
         *itertools.product(["net"], OF_STAGES, STAGES)]
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize(("name", "script", "wrapper"), ROWS)
 def test_right(name, script, wrapper):
     expected = InOneProcess(MODULES[name])
@@ -553,7 +554,7 @@ def leaves_no_sync_early(run):
         optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_no_sync_is_left_early(wrapper):
     """Each rank adds up its own micro-steps first, which rounds in another way."""
@@ -564,7 +565,7 @@ def test_no_sync_is_left_early(wrapper):
     close(run, expected, atol=1e-6)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_collectives_of_accelerators(wrapper):
     """What is sent where tensors are not on a CPU; the group takes it from these, too."""
@@ -605,7 +606,7 @@ free: blocks.0
 """
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_step_is_as_the_table_says():
     """Of zero.py, with a root and blocks 0, 1 and 2."""
     model = Zero3(Net())
@@ -620,7 +621,7 @@ def test_a_step_is_as_the_table_says():
     assert seen == expected, "\n".join(["", *seen])
 
 
-@pytest.mark.ranks(3, 4)
+@on_ranks(3, 4)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero2"])
 def test_ranks_in_another_order(wrapper):
     """Branches in another order than on rank 0 complete buckets in another order."""
@@ -640,7 +641,7 @@ def test_ranks_in_another_order(wrapper):
     close(run, expected, atol=1e-5)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", STAGES)
 def test_units_are_any_iterable(wrapper):
     def make():
@@ -663,7 +664,7 @@ def test_units_are_any_iterable(wrapper):
     assert len(run.model.units) == 3, "a unit without parameters is none"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", STAGES)
 def test_whole_states(wrapper):
     """full_state_dict() is what the module's would be, and goes into any other stage."""
@@ -696,7 +697,7 @@ def test_whole_states(wrapper):
         assert torch.equal(p.detach().view(-1), expected[starts[name]:starts[name] + p.numel()])
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", STAGES)
 def test_param_dtype(wrapper):
     """Whole parameters and gradients are bf16, shards and sums fp32; integers stay integers."""
@@ -739,7 +740,7 @@ def test_param_dtype(wrapper):
     assert seen == dict(weight=torch.bfloat16, count=[300, 7])
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_nothing_is_left(wrapper):
     """A wrapper that is dropped goes at once, though torch keeps hooks of optimizer steps: the
@@ -758,7 +759,7 @@ def test_nothing_is_left(wrapper):
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0).step()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_copy_of_the_module():
     """As for an average of weights: DDP leaves nothing in the module that cannot be copied."""
     run = OnRanks(DDP, Net)
@@ -768,7 +769,7 @@ def test_a_copy_of_the_module():
     DDP(other)
 
 
-@pytest.mark.ranks(3)
+@on_ranks(3)
 def test_exposed_seconds():
     """They are what a rank waits for others, no more."""
     run = OnRanks(Zero3, Net)
@@ -1194,7 +1195,7 @@ REFUSED_BY_ONE = {zeros_after_an_error: "has raised when .*call zero_grad.set_to
                   sum_of_a_part: "every rank would add it once more"}
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize(("script", "wrapper"), REFUSED_ROWS)
 def test_refused(script, wrapper):
     pattern = (REFUSED | REFUSED_BY_STAGES | REFUSED_BY_ONE)[script]

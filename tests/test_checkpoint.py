@@ -18,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 
 from dropin.tests.wrappers import adafactor
 from dropin.zero import Zero2
-from tests.common import two_at_a_time
-from tests.params import ROOT
+from tests.common import ROOT
 from tests.runs import (ask, finish, flags, lines_of, refused, saved, start_again, this_rank,
+from tests.ranks import on_ranks
                         write_line)
 from checkpoint import sharded_state
 from runs import checksums
@@ -110,7 +110,7 @@ def test_damaged_checkpoints_are_named(tmp_path):
         refused(fact, sound, **{**options, "resume": "auto", name: value})
 
 
-@pytest.mark.ranks(3)
+@on_ranks(3)
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw"])
 def test_checkpoints_keep_owned_state(optimizer):
     """What ranks save of uncut parameters is what one process has after the same step: weights,

@@ -16,6 +16,7 @@ from data import global_batch, micro_batches, some_of
 from tests.common import raises
 from tests.runs import ask, finish, lines_of, write_line
 from tests.test_flags import bare
+from tests.ranks import on_ranks
 
 
 def log_samples(folder):
@@ -72,7 +73,7 @@ def test_data_and_rates_are_as_promised(tmp_path):
         assert len(set(epoch)) == len(epoch), "a sample came twice"
 
 
-@pytest.mark.ranks(1, 2)
+@on_ranks(1, 2)
 def test_ranks_take_micro_batches_in_turn(W):
     """From any step on, over the end of an epoch: all ranks together have each step's batch, in its
     order."""

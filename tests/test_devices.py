@@ -23,8 +23,9 @@ import train
 from extras import auto
 import verify
 from tests.common import raises
-from tests.params import ROOT
+from tests.common import ROOT
 from tests.runs import (finish, in_update, lines_of, nothing, run_train, this_rank,
+from tests.ranks import on_ranks
                         write_line)
 
 
@@ -43,7 +44,7 @@ def refuse_strided_messages(real, messages):
     return real(messages)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("wrapper", ["naive", "ddp", "zero1", "zero2", "zero3"])
 def test_nccl_takes_what_is_sent(wrapper):
     """A parameter and a buffer that are not contiguous are no different from others."""
@@ -146,7 +147,7 @@ def test_train_chooses_a_device():
         assert runs.choose_device(None) == torch.device("cpu")
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_free_memory_is_divided():
     """--micro_batch_size auto: ranks that share a device share what it has free. All take the least
     that a rank has found."""
@@ -232,7 +233,7 @@ def test_times_of_all_ranks():
     assert of_all([5.0, 5.0], [math.nan, math.nan])["slowest"] is None
 
 
-@pytest.mark.ranks(1, 3)
+@on_ranks(1, 3)
 def test_each_rank_knows_all_numbers(W):
     """In order of rank."""
     rank = dist.get_rank()
@@ -405,7 +406,7 @@ def test_fused_adamw_goes_on_from_any(is_fused, tmp_path):
 HELD, EACH, KEPT = 460, 77, 670
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("limit, expected, tried", [
     (1600, 12, [1, 2, 4, 8]), (1000, 6, [1, 2, 4]), (4000, 24, [1, 2, 4, 8, 16]),
     (790, 3, [1, 2, 4]), (740, 2, [1, 2, 4]), (690, None, [1, 2])])
@@ -479,7 +480,7 @@ def test_no_deterministic_kernel(tmp_path):
     assert ended.codes == [1, 1], ended
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_devices_have_a_peak(W):
     """By their names; what is not known has none, and so no MFU, as on a CPU."""
     gpt = verify.small_gpt()

@@ -22,8 +22,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.common import two_at_a_time
-from tests.params import full
 from tests.runs import (ask, fail, finish, in_update, lines_of, run_train, saved, spoil, this_rank,
                         write_line)
 import model
@@ -184,10 +182,9 @@ def send(numbers, on_rank, is_torchruns=False):
     in_update(2, on_rank, raise_all, numbers)
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("n_ranks, mode, on_rank", [(1, "single", 0), (3, "zero2", 1),
-                                                    full(2, "ddp", None), full(2, "zero3", 0)])
+                                                    (2, "ddp", None), (2, "zero3", 0)])
 def test_a_signal_ends_a_run(n_ranks, mode, on_rank, number, tmp_path):
     """All ranks finish the step, save and end with 128 + the number, also if one alone got it; the
     run can go on, to the bits of an undisturbed one."""
@@ -330,8 +327,8 @@ def die_in_save(n, log):
         in_update(3, 0, act_without_arguments, end)
 
 
-@pytest.mark.parametrize("n_ranks, mode, n_places", [(1, "single", 6), full(1, "single", 1000),
-                                                     full(2, "zero2", 1000)])
+@pytest.mark.parametrize("n_ranks, mode, n_places", [(1, "single", 6), (1, "single", 1000),
+                                                     (2, "zero2", 1000)])
 def test_a_kill_anywhere_in_a_save(n_ranks, mode, n_places, tmp_path):
     """After kill -9 before any call by which a checkpoint is written, gets its name and pushes out
     an older one, a run goes on to the bits of an undisturbed one, with no line or file too many."""

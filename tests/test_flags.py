@@ -13,8 +13,8 @@ import torch
 
 import runs
 import train
-from tests.common import raises, two_at_a_time
-from tests.params import ROOT
+from tests.common import raises
+from tests.common import ROOT
 from tests.runs import (finish, flags, flip_a_bit, in_update, refused, run_train, saved, spoil,
                         this_rank)
 

@@ -22,8 +22,9 @@ import runs
 from extras import auto
 from model import apply_rotary, GPT, GPTConfig, PRESETS, rotary_tables
 from tests.common import on_meta, planted, raises
-from tests.params import full, ROOT
+from tests.common import ROOT
 from tests.runs import finish, refused
+from tests.ranks import on_ranks
 from verify import same_bits, small_gpt
 
 
@@ -73,9 +74,8 @@ VARIANTS = {"plain": {}, "explicit": dict(attention="explicit"), "compiled": {},
             "recomputed": dict(activation_checkpointing=True)}
 
 
-@pytest.mark.ranks(1)
-@pytest.mark.limit(180)
-@pytest.mark.parametrize("backend", ["aot_eager", full("inductor")])
+@on_ranks(1, seconds=180)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_model_is_a_llama(backend):
     """Logits are a Llama's by its definition, and the loss is the mean of their cross-entropies.
     Explicit attention and torch.compile of each block change loss and gradients by rounding only,
@@ -127,7 +127,7 @@ SIZES = {"tiny": 7.2, "gpt2": 124, "gpt2-medium": 355, "gpt2-large": 774, "gpt2-
          "1b": 1e3, "7b": 7e3}
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 def test_model_is_as_named():
     """Presets have their sizes, and a token its FLOPs; weights come from (seed, name), not from the
     random state, the order, the depth or meta."""
@@ -160,7 +160,7 @@ def test_model_is_as_named():
         assert 0.8 < ratio < 1.25, f"{n}: the variance is {ratio:.2f} times what it should be"
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("vocab_size, n_rows", [(61, 64), (65, 128), (128, 128), (257, 320)])
 def test_rows_that_no_token_uses(vocab_size, n_rows, tied):
@@ -200,7 +200,7 @@ def test_rows_that_no_token_uses(vocab_size, n_rows, tied):
         assert (gradient[len(p):] == 0).all(), f"{name}: gradients {gradient[len(p):]}"
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 def test_no_token_is_beyond_the_vocabulary(W):
     """None is sampled, however likely all are, and none is taken as an input or a target."""
     gpt = small_gpt(vocab_size=65)
@@ -216,7 +216,7 @@ def test_no_token_is_beyond_the_vocabulary(W):
     raises(ValueError, "pad_vocab_size_to is 0", GPTConfig, pad_vocab_size_to=0)
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 def test_hooks_see_the_logits_of_all_rows():
     """Nothing writes to what the head has given: hooks of modules and tensors, a module around the
     head, and FSDP2 work as with any model."""
@@ -254,9 +254,9 @@ def losses_of_a_step(model, gpt):
                 gpt.loss_of(scores, targets)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrapper", ["none", "ddp", full("plain zero3"), full("zero1"),
-                                     full("zero2"), "zero3"])
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", ["none", "ddp", "plain zero3", "zero1",
+                                     "zero2", "zero3"])
 def test_blocks_and_loss_are_two_graphs(wrapper):
     """compile_blocks: without a break, and all blocks are one, although torch has more than eight
     of a function run uncompiled; in an evaluation, which has no gradients, two more. Hooks of a
@@ -292,10 +292,9 @@ def peak_in_logits(gpt):
     return (peak - before) / n_bytes
 
 
-@pytest.mark.ranks(1)
-@pytest.mark.limit(180)
+@on_ranks(1, seconds=180)
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read in /proc")
-@pytest.mark.parametrize("backend, most", [("none", 7.2), full("inductor", 2.2)])
+@pytest.mark.parametrize("backend, most", [("none", 7.2), ("inductor", 2.2)])
 def test_a_loss_takes_so_much_memory(backend, most):
     """Of GPT-2's vocabulary. With fp32 in units of bf16: logits 1, their copy 2, its log-softmax 2,
     and the gradient of that 2; compiled, logits and their gradient. Rows that no token uses add no

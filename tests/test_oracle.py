@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 import oracle
-from tests.params import full
+from tests.ranks import on_ranks
 from verify import gather
 
 
-@pytest.mark.parametrize("W", [1, 2, 3, full(4)])
+@pytest.mark.parametrize("W", [1, 2, 3, 4])
 def test_oracle_has_one_hash():
     """`python oracle.py` prints one hash for all modes if a step has one micro-step; two if it has
     two, for `ddp` and 1, and for `single`, 2 and 3; and bytes and elements as the paper has them,
@@ -46,7 +46,7 @@ def test_oracle_has_one_hash():
         assert (hashes["ddp"] == hashes["2"]) == (micro_steps == 1 or W == 1), hashes
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_oracle_frees_what_it_has_saved():
     """In stage 3 an output that its own node has saved, as tanh's, goes with the graph."""
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
@@ -58,7 +58,7 @@ def test_oracle_frees_what_it_has_saved():
     assert kept() is None, "a cycle keeps it"
 
 
-@pytest.mark.ranks(3)
+@on_ranks(3)
 def test_oracle_takes_a_group():
     """average_gradients of some ranks is their mean, and asks no others; broadcast_parameters gives
     them the values of the first of them, buffers included, and make_shards those of rank 0."""
@@ -66,7 +66,7 @@ def test_oracle_takes_a_group():
     group = dist.new_group([0, 1])
     module = torch.nn.Linear(1, 1, bias=False)
     if rank < 2:
-        module.weight.grad = torch.full((1, 1), rank + 1.0)
+        module.weight.grad = torch.((1, 1), rank + 1.0)
         oracle.average_gradients(module, group)
         assert module.weight.grad == 1.5, f"{module.weight.grad} is not the mean of 1 and 2"
     others = dist.new_group([1, 2])
@@ -87,7 +87,7 @@ def test_oracle_takes_a_group():
         dist.destroy_process_group(others)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("mode", ["ddp", "1", "2", "3"])
 def test_oracle_begins_with_the_values_of_rank_0(mode):
     """Ranks that draw their weights without a common seed end on one hash."""

@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.params import ROOT, full
+from tests.common import ROOT
 from tests.runs import (FORK, ask, fail, finish, flags, in_update, lines_of, nothing, refused,
                         run_train, saved, start_again, this_rank)
 from tests.test_checkpoint import contents, view_of
@@ -104,7 +104,7 @@ def note_waiting(folder, plant):
     plant()
 
 
-@pytest.mark.parametrize("kind", ["auto", full("path"), full("restart")])
+@pytest.mark.parametrize("kind", ["auto", "path", "restart"])
 def test_a_run_that_resumes_waits(kind, tmp_path):
     """--resume auto, PATH in that folder, and a restart by torchrun wait until the run there ends,
     and then go on; but not for longer than --timeout_s, after which they are refused as any other
@@ -166,8 +166,8 @@ def at_once(folder, n):
     in_update(1, None, time.sleep, 1)
 
 
-@pytest.mark.parametrize("n_starts, resume", [(3, None), (2, "auto"), full(2, None),
-                                              full(3, "auto")])
+@pytest.mark.parametrize("n_starts, resume", [(3, None), (2, "auto"), (2, None),
+                                              (3, "auto")])
 def test_of_starts_at_once_one_runs(n_starts, resume, tmp_path):
     """Of runs that start at the same moment exactly one runs, as if it were alone, and the others
     end with 2. With --resume auto they wait, and find that all has been done."""
@@ -426,8 +426,8 @@ def end_of_ranks(agent, stopped, within_s):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("n_ranks, number", [(2, signal.SIGKILL), full(4, signal.SIGKILL),
-                                             full(4, signal.SIGTERM)])
+@pytest.mark.parametrize("n_ranks, number", [(2, signal.SIGKILL), (4, signal.SIGKILL),
+                                             (4, signal.SIGTERM)])
 def test_ranks_end_with_their_agent(n_ranks, number, tmp_path):
     """When torchrun is killed, or told to end, its ranks finish the step, save, and leave, within
     seconds; also if one of them was stopped when that happened. torchrun itself starts them here,

@@ -12,8 +12,9 @@ from urllib.parse import parse_qs
 import pytest
 import torch.distributed as dist
 
-from tests.params import full, ROOT
+from tests.common import ROOT
 from tests.test_readme import PAGES
+from tests.ranks import on_ranks
 from verify import formula_of_bytes, formula_of_traffic
 
 record_step = importlib.import_module("docs.record_step")  # a folder of pages is no package
@@ -24,7 +25,7 @@ UNITS = 5
 
 def sampled(*names):
     """All runs as parameters, of which these are enough without --full."""
-    return [name if name in names else full(name) for name in RUNS]
+    return [name if name in names else name for name in RUNS]
 
 
 def runs_of_page():
@@ -32,7 +33,7 @@ def runs_of_page():
     return record_step.runs_of(text)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("mode", MODES)
 def test_page_has_this_step(mode):
     """What the page has of a mode is what happens. It agrees with the formulas, of which the
@@ -86,7 +87,7 @@ def sent_by_ranks(events, W):
     return sent
 
 
-@pytest.mark.parametrize("writes", [False, full(True)])
+@pytest.mark.parametrize("writes", [False, True])
 def test_record_step_checks_and_writes(writes, tmp_path):
     """In a copy of the tree, in whose page one number is another: --check names the event and the
     command, and changes nothing. That command makes the page again what it was."""
@@ -169,7 +170,6 @@ def test_times_are_left_out_by_name(monkeypatch, capsys):
     assert said.err == ""
 
 
-@pytest.mark.full
 def test_times_are_recorded():
     """Over a real link, where one can be made."""
     time_step = importlib.import_module("docs.time_step")
@@ -840,7 +840,6 @@ def replayed(of_mode, rate, recorded_rate):
     return moments, arrived
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rate", [None, 200, 5000])
 def test_page_shows_times(page, mode, rate):

@@ -21,10 +21,11 @@ import torch.nn as nn
 
 from data import load_tokenizer
 from dropin.ddp import DDP
-from tests.judge import rows_of_wrapper
-from tests.params import full, ROOT, slug
-from tests.ranks import rows_of
+from judge.judge import rows_of_wrapper
+from tests.common import ROOT
+from judge.ranks import rows_of
 from tests.runs import finish, run_alone, run_train
+from tests.ranks import on_ranks
 from verify import gather, PROOF, STAGES
 
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
@@ -53,7 +54,7 @@ def shortened(words):
 
 
 @pytest.mark.parametrize("page, package", [("README", None), ("using", None),
-                                           full("using", "safetensors")])
+                                           ("using", "safetensors")])
 def test_readme_commands_run(page, package, tmp_path):
     """Every bash block is valid shell, and the commands end well, one after the other in one
     folder, on a smaller model and fewer steps. Those that need a package are a row of their own."""
@@ -200,7 +201,7 @@ def use_using(folder, stage, begins):
 
 def step_alike(model, optimizer):
     """The same gradient on every rank: on a power of two of them their mean has no rounding."""
-    model(torch.full((2, 3), 0.5)).square().sum().backward()
+    model(torch.((2, 3), 0.5)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -285,7 +286,7 @@ def assert_in_course(kind, values):
     assert row in [" ".join(line.split()) for line in lines], f"the course does not have: {row}"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
 def test_course_has_these_numbers(mode):
     """The course's step with numbers is what buffers hold, without the gaps that align them."""
@@ -395,7 +396,6 @@ def breaks():
     return [pytest.param(*values, id=slug(" ".join(values[:2]))) for values in actual]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("file, old, new, seen, command", breaks())
 def test_breaks_are_caught(file, old, new, seen, command, tmp_path):
     """In a copy of the tree in which a line of the course's tables is broken the check fails, as

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
 from model import GPT, GPTConfig
-from tests.params import full, slug
 from tests.runs import (execute, fail, finish, flags, FORK, in_update, lines_of, nothing,
                         record_trackers, run_train, spoil, write_line)
 from verify import adamw, clip_by_hand, MAX_NORM, STAGES
@@ -405,8 +404,8 @@ def under_torchrun(folder, plant, n_ranks, n_nodes, port, **options):
     elastic_launch(config, execute)(flags(**options), folder, {}, plant)
 
 
-@pytest.mark.parametrize("event", [full("rank 0 dies in fsync"), "a node dies",
-                                   full("rank 0 dies in rename"), full("a node joins")])
+@pytest.mark.parametrize("event", ["rank 0 dies in fsync", "a node dies",
+                                   "rank 0 dies in rename", "a node joins"])
 def test_torchrun_goes_on(event, tmp_path):
     """After kill -9 of a rank in the middle of a checkpoint, or of a whole node, and when a node
     joins, torchrun starts all ranks again, as many as there are: they resume by themselves, never

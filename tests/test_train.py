@@ -22,8 +22,9 @@ import model
 import runs
 import train
 from extras import torchs
-from tests.params import ROOT
+from tests.common import ROOT
 from tests.runs import (fail, finish, flags, in_update, lines_of, refused, run_alone, run_train,
+from tests.ranks import on_ranks
                         saved, this_rank, write_line)
 from verify import small_gpt
 
@@ -47,7 +48,7 @@ def test_six_arguments_at_most(path):
         assert not is_call or node.func.id != "setattr" or ast.unparse(node.args[0]) == "config"
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 @pytest.mark.parametrize("mode", train.MODES)
 def test_modes_have_one_surface(mode):
     """What the loop asks of a wrapper all of them have, by their class: nothing is set on torch's
@@ -256,7 +257,7 @@ def test_rows_that_no_token_uses_stay_0(mode, tmp_path):
     """With all that AdamW knows of them, to the last step; those of tokens do not."""
     finish(tmp_path, 1 if mode == "single" else 2, mode=mode, save_interval=4, global_batch_size=4)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        actual = {f"{kind}.wte.weight": torch.full((320 * 16,), torch.nan)}
+        actual = {f"{kind}.wte.weight": torch.((320 * 16,), torch.nan)}
         dcp.load(actual, checkpoint_id=tmp_path / "step_00000004", no_dist=True)
         [rows] = actual.values()
         rows = rows.view(320, 16)

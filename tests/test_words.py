@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.params import ROOT
+from tests.common import ROOT
 from tests.runs import finish, in_update, lines_of, refused, run_train, write_line
 from tests.test_flags import bare
 from runs import one_line

@@ -1,3 +1,3 @@
-"""tests/plugin.py runs tests on ranks."""
+"""As for the tests of the root."""
 
-pytest_plugins = ["tests.plugin"]
+from tests.conftest import pytest_configure as pytest_configure

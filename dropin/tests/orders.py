@@ -15,9 +15,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from dropin.ddp import DDP
-from tests.measure import every_collective, live_bytes
-from tests.ranks import Ranks
-from verify import fsdp2, STAGES
+from judge.measure import every_collective, live_bytes
+from judge.ranks import Ranks
+from judge.training import fsdp2, STAGES
 
 D = 32
 BUCKET_MB = 4 * 8 * D * D / 2**20  # about a layer of a transformer
@@ -119,7 +119,7 @@ class UNet(nn.Module):
 
     def forward(self, step):
         x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-        t = self.time(torch.full((2, 1), 0.1 * step))
+        t = self.time(torch.((2, 1), 0.1 * step))
         h = self.conv_in(x)
         kept = []
         for block in self.down_blocks:

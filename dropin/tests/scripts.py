@@ -10,8 +10,8 @@ from dropin.ddp import first_names, named_tensors
 from dropin.tests.wrappers import WRAPPERS
 from dropin.zero import copy_of, PlainZero1
 from tests.common import raises
-from tests.hints import difference
-from verify import no_sync, STAGES
+from judge.hints import difference
+from judge.training import no_sync, STAGES
 
 
 class Net(nn.Module):

@@ -16,8 +16,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from dropin.tests.scripts import Net
 from dropin.tests.wrappers import WRAPPERS
 from tests.common import native, raises
-from tests.measure import every_collective
-from verify import gather, STAGES
+from judge.measure import every_collective
+from judge.training import gather, STAGES
+from tests.ranks import on_ranks
 
 ALL = ["ddp", *STAGES]
 N_STEPS = 4
@@ -100,8 +101,7 @@ BUFFER_FAULTS = {
     "deletes": (deletes, "table")}
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("where", ["first", "last"])
 @pytest.mark.parametrize("fault", BUFFER_FAULTS)
@@ -141,8 +141,7 @@ def on_last_rank(net, change):
         change(net)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("fault", ["grows", "registers"])
 def test_buffers_that_a_forward_changes_on_one_rank(fault, wrapper):
@@ -151,7 +150,7 @@ def test_buffers_that_a_forward_changes_on_one_rank(fault, wrapper):
     raises(RuntimeError, f"other buffers.*{name}", loop.step)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
 def test_other_buffers_are_refused_on_accelerators(wrapper):
     """There ranks read what they have compared before the next forward."""
@@ -171,8 +170,7 @@ def registers_own(net):
     net.register_buffer("late", torch.full((2,), float(dist.get_rank())))
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_buffers_that_change_alike(wrapper):
     """They are rank 0's again from the forward after the next backward on, by as many messages."""
@@ -200,8 +198,7 @@ def test_buffers_that_change_alike(wrapper):
     raises(RuntimeError, "other buffers.*later", loop.step)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_buffers_may_be_a_ranks_own(wrapper):
     """broadcast_buffers=False: they may differ in values and shapes, from the start."""
@@ -219,7 +216,7 @@ def test_buffers_may_be_a_ranks_own(wrapper):
     raises(RuntimeError, "different modules", Loop, wrapper, build)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero2"])
 def test_options_must_be_alike(wrapper):
     """Else one rank would wait for buffers that another one does not send."""
@@ -279,8 +276,7 @@ STEP_FAULTS = {other_rate: "lr = 0.", other_momentum: "momentum = 0.", no_step: 
                of_another_kind: "a step of AdamW"}
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("fault", STEP_FAULTS)
 def test_other_steps_are_refused(fault, wrapper):
@@ -298,7 +294,7 @@ def test_other_steps_are_refused(fault, wrapper):
         assert "rank 0 has" in text and f"rank {guilty or 1} has" in text
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
 def test_other_steps_are_refused_on_accelerators(wrapper):
     with native():
@@ -309,7 +305,7 @@ def test_other_steps_are_refused_on_accelerators(wrapper):
         raises(RuntimeError, "different ways.*a step of SGD", loop.backward)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_another_optimizer_is_refused(wrapper):
     """Of two that have the same numbers."""
@@ -320,7 +316,7 @@ def test_another_optimizer_is_refused(wrapper):
     raises(RuntimeError, "different ways.*parameters from", loop.backward)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_other_divisors_are_refused(wrapper):
     loop = Loop(wrapper)
@@ -328,7 +324,7 @@ def test_other_divisors_are_refused(wrapper):
     raises(RuntimeError, "do not belong together.*gradient_divide_factor 3", loop.backward)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 def test_clipping_on_one_rank_is_refused():
     """In DDP. (In a stage it is a collective, in which the others do not take part.)"""
     loop = Loop("ddp")
@@ -340,7 +336,7 @@ def test_clipping_on_one_rank_is_refused():
     raises(RuntimeError, r"different ways.*clip_grad_norm_\(0.001\)", loop.backward)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", STAGES)
 def test_a_last_step_left_out_is_refused(wrapper):
     """No backward comes any more, but whole parameters are gathered."""
@@ -350,7 +346,7 @@ def test_a_last_step_left_out_is_refused(wrapper):
     raises(RuntimeError, "different ways.*a step of SGD", loop.model.full_state_dict)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 def test_a_step_that_is_shifted_is_refused():
     """A rank without data leaves out forward and backward, but not the step."""
     loop = Loop("ddp")
@@ -387,7 +383,7 @@ def torchs_stage_1(loop):
     ZeroRedundancyOptimizer(loop.model.parameters(), torch.optim.SGD, lr=0.1).step()
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("step", [owners_step, rank_0_steps, torchs_stage_1])
 def test_ranks_may_share_the_work_of_a_step(step):
     """Under DDP: what counts is that they have the same weights then. That is asked only where
@@ -409,8 +405,7 @@ def test_ranks_may_share_the_work_of_a_step(step):
     assert as_many == (step is torchs_stage_1), sent
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3, 4)
+@on_ranks(2, 3, 4)
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_may_leave_empty_shards_out(stage):
     """Then a rank may have no optimizer of some kind, and cannot know how that steps."""
@@ -432,7 +427,7 @@ def test_ranks_may_leave_empty_shards_out(stage):
         assert torch.equal(results[1][name], expected), name
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_what_ranks_do_alike_is_not_refused(wrapper):
     """Closures, optimizers in turns, a rate that is a tensor, groups that are added, gradients that
@@ -458,7 +453,7 @@ def test_what_ranks_do_alike_is_not_refused(wrapper):
     assert len(set(gather(str(dict(loop.model.full_parameters()))))) == 1
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero3"])
 def test_a_copy_of_an_optimizer_steps(wrapper):
     loop = Loop(wrapper)
@@ -468,7 +463,7 @@ def test_a_copy_of_an_optimizer_steps(wrapper):
     loop.step()
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_without_gradients_have_nothing_to_say(stage):
     """One rank owns all that is trained."""
@@ -481,7 +476,7 @@ def test_ranks_without_gradients_have_nothing_to_say(stage):
         optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
 def test_one_buffer_that_changes_leaves_the_others(wrapper):
     """The table has another length in each batch, alike on all ranks; the mean is replaced. It is
@@ -499,7 +494,7 @@ def test_one_buffer_that_changes_leaves_the_others(wrapper):
     assert len(set(gather(str(loop.net.mean)))) == 1
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero3"])
 def test_a_buffer_that_is_resized_is_not_written_over(wrapper):
     loop = Loop(wrapper, Buffered)
@@ -519,7 +514,7 @@ def of_numpy(loop):
     loop.optimizer.param_groups[0]["lr"] = np.float32(0.5)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("change", [a_list, of_numpy])
 def test_numbers_of_other_types_count(change, wrapper):
@@ -531,7 +526,7 @@ def test_numbers_of_other_types_count(change, wrapper):
     raises(RuntimeError, "different ways.*(betas|lr) = ", loop.backward)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_equal_numbers_may_be_written_in_other_ways(wrapper):
     loop = Loop(wrapper)
@@ -544,7 +539,7 @@ def test_equal_numbers_may_be_written_in_other_ways(wrapper):
         loop.step()
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_clipping_by_another_norm_is_refused(stage):
     loop = Loop(stage)
@@ -555,7 +550,7 @@ def test_clipping_by_another_norm_is_refused(stage):
     raises(RuntimeError, r"different ways.*clipping.*clip_grad_norm_\(0.01\)", loop.backward)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_an_owner_may_have_nothing_to_do():
     """Under DDP: in some steps no rank uses what it owns."""
     model = WRAPPERS["ddp"](nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
@@ -573,7 +568,7 @@ def test_an_owner_may_have_nothing_to_do():
         model.zero_grad()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_what_no_sync_has_left_may_be_zeroed(wrapper):
     for set_to_none in (True, False):
@@ -584,7 +579,7 @@ def test_what_no_sync_has_left_may_be_zeroed(wrapper):
         loop.optimizer.step()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_steps_are_not_kept_for_ever():
     """Of a wrapper that is in the optimizer, but gets no backward."""
     idle, loop = WRAPPERS["ddp"](Net()), Loop("ddp")

@@ -11,10 +11,11 @@ from dropin.ddp import DDP
 from dropin.tests.wrappers import WRAPPERS
 from oracle import average_gradients
 from extras.comm_hooks import top_k_hook, TopKState
-from verify import compare, distributed, fresh, gather, same_bits, zoo_loss
+from judge.training import compare, distributed, fresh, gather, same_bits, zoo_loss
+from tests.ranks import on_ranks
 
 
-@pytest.mark.ranks(1, 2)
+@on_ranks(1, 2)
 def test_top_k_loses_nothing():
     """What top-k has applied and what it keeps add up to all gradients: error feedback, without
     which the small ones would never be applied."""
@@ -50,7 +51,7 @@ def test_top_k_loses_nothing():
     assert all(t.isfinite().all() for t in state.residual.values()), "an inf stays for ever"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("hook", ["bf16", "powersgd", "topk"])
 def test_hooks_have_the_bits_of_torch(hook):
     """DDP ends on the bits of torch's DDP with the same comm hook."""
@@ -59,7 +60,7 @@ def test_hooks_have_the_bits_of_torch(hook):
     same_bits(expected, actual, hook)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("name", ["odd", "mixed"])
 def test_top_k_of_all_is_the_mean(name):
     """Top-k that sends everything has the bits of one process."""

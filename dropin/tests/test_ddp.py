@@ -22,11 +22,12 @@ from dropin.ddp import DDP
 from dropin.tests.wrappers import WRAPPERS
 from dropin.zero import cast_floats, Zero2
 from tests.common import native, planted, raises
-from tests.measure import Chain, every_collective, live_bytes
-from verify import BF16, fresh, our_ddp, same_bits, small_gpt
+from judge.measure import Chain, every_collective, live_bytes
+from judge.training import BF16, fresh, our_ddp, same_bits, small_gpt
+from tests.ranks import on_ranks
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 def test_ddp_keeps_one_gradient():
     """`.grad` is a view of a bucket, in every step the same memory; gradients take the bytes of the
     parameters and not more; a dropped wrapper and its module leave nothing."""
@@ -62,7 +63,7 @@ def test_ddp_keeps_one_gradient():
     assert live_bytes() <= before + 1024, f"{live_bytes() - before} bytes are left"
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 def test_buckets_fill_in_order():
     """Buckets take 1 MB, 2 MB and so on, up to the limit; each has one dtype, and parameters of
     another one do not close it; a parameter larger than the limit is alone."""
@@ -91,7 +92,7 @@ def test_buckets_fill_in_order():
     assert [len(bucket) for bucket in buckets] == [2, 2], "the first limit is above the cap"
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 def test_ddp_overlaps():
     """The first bucket is summed before the last gradient exists; each bucket costs its collectives
     and a backward one more.
@@ -130,7 +131,7 @@ def test_ddp_overlaps():
     model(x).square().mean().backward()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "ddp without guards"])
 def test_ddp_goes_at_once(wrapper):
     """A DDP that is dropped frees its buffers without the help of the garbage collector."""
@@ -175,7 +176,7 @@ class Product(nn.Module):
         return LeavesUndefined.apply(x, self.w) if is_left_out else x * self.w
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("left_out", [(False, True), (True, False), (True, True)],
                          ids=["by_rank_1", "by_rank_0", "by_both"])
 def test_undefined_gradients_count_as_used(left_out):
@@ -205,7 +206,7 @@ class Unpacks(nn.Linear):
         return super().forward(batch.x) + super().forward(nested[1].x)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_inputs_keep_their_containers():
     """Inputs in subclasses of dict are moved to device_ids by DDP, and cast to param_dtype by the
     stages, as torch does it; DDP has what Lightning and Accelerate touch of torch's."""
@@ -243,12 +244,12 @@ IGNORED = dict(output_device=0, dim=1, check_reduction=True, gradient_as_bucket_
                static_graph=True, skip_all_reduce_unused_params=True, batched_grad_copy=True)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_arguments_of_torchs():
     """Each is taken, or ignored as it changes no gradient, or refused by name."""
     for name, value in REFUSED.items():
         raises(RuntimeError, f"DDP: does not take {name}: ", DDP, nn.Linear(2, 2), **{name: value})
-    x = torch.full((1, 2), dist.get_rank() + 1.0)
+    x = torch.((1, 2), dist.get_rank() + 1.0)
     for options in ({}, IGNORED, dict(device_mesh=init_device_mesh("cpu", (2,)))):
         model = DDP(nn.Linear(2, 2), **options)
         model(x).sum().backward()
@@ -265,7 +266,7 @@ def test_arguments_of_torchs():
         raises(RuntimeError, "device_mesh", DDP, nn.Linear(2, 2), **wrong)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 def test_unused_parameters_are_named():
     """Without find_unused_parameters a DDP raises on every rank after a backward that has left
     parameters out on some rank, and names them. On an accelerator it does so in the next forward,
@@ -296,7 +297,7 @@ def test_unused_parameters_are_named():
         model.zero_grad()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_what_is_refused_leaves_gradients():
     """torch.autograd.grad() of parameters, while means are there that were not zeroed."""
     model = DDP(nn.Linear(2, 2))
@@ -311,7 +312,7 @@ def test_what_is_refused_leaves_gradients():
     assert torch.equal(weight.grad, 2 * mean)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", [DDP, Zero2])
 def test_a_rank_outside_of_the_group_is_refused(kind):
     group = dist.new_group([0])
@@ -325,7 +326,7 @@ def test_a_rank_outside_of_the_group_is_refused(kind):
                nn.Linear(2, 2), process_group=group)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_clipping_is_as_promised():
     """Gradients are divided, and scaled only if their norm is too large; max_norm inf does not
     clip; a complex number counts as two; a rank that has no gradients takes part."""
@@ -355,7 +356,7 @@ class PartlyUsed(nn.Module):
         return x
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("is_synced", [True, False])
 def test_unused_parameters_hold_no_gradient_back(is_synced):
     """In no_sync(), too, gradients wait only for what the backward will bring: beside those in
@@ -381,7 +382,7 @@ def test_unused_parameters_hold_no_gradient_back(is_synced):
     assert max(bytes_at_end) <= most, f"{max(bytes_at_end) / layer:.2f} layers"
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 def test_scripted_modules_are_wrapped():
     """They keep their parameters in C++, and hand them out by attributes alone."""
     x = torch.ones(2, 4)

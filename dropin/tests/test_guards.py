@@ -24,11 +24,13 @@ from checkpoint import sharded_state
 from dropin.ddp import clip_gradients_, DDP
 from dropin.tests.scripts import Net, note_script, run_script
 from dropin.tests.wrappers import PLAIN, WRAPPERS
-from tests.common import full_training, planted, raises, training
-from tests.measure import every_collective
-from tests.params import ROOT
+from tests.common import planted, raises
+from judge.measure import every_collective
+from tests.common import ROOT
 from tests.runs import run_alone, run_train
-from verify import distributed, fresh, no_sync, same_bits, STAGES, zoo_loss
+from judge.training import distributed, fresh, no_sync, same_bits, STAGES, zoo_loss
+from dropin.tests.wrappers import training
+from tests.ranks import on_ranks
 
 
 def recorded(wrapper, name, **options):
@@ -42,16 +44,16 @@ def recorded(wrapper, name, **options):
         return distributed(WRAPPERS[wrapper], name, **options), sent
 
 
-@pytest.mark.limit(120)
+@on_ranks(seconds=120)
 @pytest.mark.parametrize("wrapper, modules, options, W", [
     training(2, "ddp, 1 kB", "gpt", "mixed", "caller", micro_steps=2),
-    full_training(2, "zero1", "gpt", "mixed", "caller", micro_steps=2),
+    training(2, "zero1", "gpt", "mixed", "caller", micro_steps=2),
     training(2, "zero2", "gpt", "mixed", "caller", micro_steps=2),
     training(2, "zero3", "gpt", "mixed", "caller", micro_steps=2),
-    full_training(3, "ddp", "odd", "skipping"),
-    full_training(3, "zero1", "odd", "skipping"),
+    training(3, "ddp", "odd", "skipping"),
+    training(3, "zero1", "odd", "skipping"),
     training(3, "zero3", "odd", "skipping"),
-    *(full_training(W, wrapper, micro_steps=2) for W, wrapper in product((2, 3), PLAIN))])
+    *(training(W, wrapper, micro_steps=2) for W, wrapper in product((2, 3), PLAIN))])
 def test_guards_change_nothing(wrapper, modules, options):
     """Without guards, as the classes named Plain..., DDP and the stages give the same bits by the
     same collectives: kinds, order and bytes, construction included."""
@@ -117,7 +119,7 @@ CHANGES = {other_dtype: "first.weight", frozen_last: "last.weight", one_buffer_m
            other_shape: "last.weight"}
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
 def test_mistakes_are_named(wrapper):
     """Ranks whose modules differ all raise, naming the first difference; so do a backward through
@@ -160,6 +162,7 @@ def test_mistakes_are_named(wrapper):
         raises(RuntimeError, "share memory", wrap, nn.ParameterList([torch.ones(3)] * 2))
 
 
+@on_ranks()
 @pytest.mark.parametrize("wrapper, missing, W", [("ddp", "backward", 2), ("zero1", "forward", 3),
                                                  ("zero3", "backward", 3), ("zero3", "order", 2)])
 def test_missing_rank_is_named(wrapper, missing):
@@ -829,7 +832,7 @@ def steps_with_a_closure(s):
     s.optimizer.step(closure)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("where", ["inside", "after"])
 def test_local_sgd_says_so(where):
     """no_sync(may_step=True): each rank steps by itself. Then the script averages, and goes on."""
@@ -867,7 +870,7 @@ def test_local_sgd_says_so(where):
     raises(RuntimeError, HOLDS, optimizers[0].step)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("change", [adds_a_layer, adds_a_frozen_layer, replaces_a_layer,
                                     assigns_a_state_dict, ties_two_blocks, deletes_a_block])
@@ -894,7 +897,7 @@ def test_a_changed_module_is_not_saved(change, stage):
         raises((RuntimeError, ValueError), CHANGED, look)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ["ddp", *STAGES])
 def test_names_are_those_that_the_module_has_now(wrapper):
     net = Net()
@@ -917,8 +920,7 @@ def test_names_are_those_that_the_module_has_now(wrapper):
         assert torch.equal(own, whole[piece.first:piece.first + len(own)]), key
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", *STAGES])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts(script, wrapper):

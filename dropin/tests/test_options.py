@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dropin.tests.wrappers import foreach, Lamb, muon, sgd, WRAPPERS
-from tests.common import full_training, native, planted, raises, training
-from tests.measure import every_collective
-from tests.params import full
-from verify import Block, distributed, no_sync, Odd, same_bits, two_forwards
+from tests.common import native, planted, raises
+from judge.measure import every_collective
+from judge.training import Block, distributed, no_sync, Odd, same_bits, two_forwards
+from dropin.tests.wrappers import training
+from tests.ranks import on_ranks
 
 
 def forwards_between(model, loss):
@@ -83,15 +84,15 @@ AROUND = {"NCCL's collectives": native, "rank 0 late": partial(one_is_late, 0),
 def full_options():
     for around in AROUND:
         for wrapper in ("ddp all", "zero1", "zero3"):
-            yield full_training(3, wrapper, around=around)
+            yield training(3, wrapper, around=around)
     for wrapper in ("ddp all", "ddp one node", "zero1 in ones", "zero3 in ones"):
-        yield full_training(3, wrapper)
+        yield training(3, wrapper)
     for wrapper in ("zero1", "zero3"):
         for optimizer in (sgd, foreach):
-            yield full_training(2, wrapper, optimizer=optimizer)
+            yield training(2, wrapper, optimizer=optimizer)
     for odd_step in ODD_STEPS:
         for wrapper in ("ddp, 1 kB", "zero3"):
-            yield full_training(3, wrapper, "odd", "lora", odd_step=odd_step)
+            yield training(3, wrapper, "odd", "lora", odd_step=odd_step)
 
 
 def assert_same(wrapper, modules, naive="naive", around=None, **options):
@@ -102,38 +103,38 @@ def assert_same(wrapper, modules, naive="naive", around=None, **options):
         same_bits(expected, actual, f"{wrapper}, {name}")
 
 
-@pytest.mark.limit(120)
+@on_ranks(seconds=120)
 @pytest.mark.parametrize("wrapper, modules, options, W", [
     training(2, "ddp all", "gpt", "odd", "again", around="NCCL's collectives"),
-    full_training(2, "zero1", "gpt", "odd", "again", around="NCCL's collectives"),
-    full_training(2, "zero2", "gpt", "odd", "again", around="NCCL's collectives"),
+    training(2, "zero1", "gpt", "odd", "again", around="NCCL's collectives"),
+    training(2, "zero2", "gpt", "odd", "again", around="NCCL's collectives"),
     training(2, "zero3", "gpt", "odd", "again", around="NCCL's collectives"),
     training(2, "ddp, 1 kB", "gpt", "odd", around="rank 0 late"),
-    full_training(2, "zero1", "gpt", "odd", around="rank 0 late"),
+    training(2, "zero1", "gpt", "odd", around="rank 0 late"),
     training(2, "zero3", "gpt", "odd", around="rank 0 late"),
-    full_training(3, "ddp, 1 kB", "again", around="rank 2 late"),
+    training(3, "ddp, 1 kB", "again", around="rank 2 late"),
     training(3, "zero2", "again", around="rank 2 late"),
-    full_training(3, "zero3", "again", around="rank 2 late"),
-    full_training(2, "zero1 in ones", "gpt", "again"),
+    training(3, "zero3", "again", around="rank 2 late"),
+    training(2, "zero1 in ones", "gpt", "again"),
     training(2, "zero3 in ones", "gpt", "again"),
     training(3, "ddp all", "gpt", "odd", "mixed"),
     training(3, "ddp one node", "gpt", "odd", "mixed"),
-    full_training(4, "zero1 in twos", "gpt", naive="ddp nodes of 2"),
+    training(4, "zero1 in twos", "gpt", naive="ddp nodes of 2"),
     training(4, "zero3 in twos", "gpt", naive="ddp nodes of 2"),
     training(4, "zero1 uncut in twos", "gpt", naive="ddp nodes of 2", optimizer=Lamb),
-    full_training(4, "zero3 uncut in twos", "gpt", naive="ddp nodes of 2", optimizer=muon),
+    training(4, "zero3 uncut in twos", "gpt", naive="ddp nodes of 2", optimizer=muon),
     training(2, "zero3 uncut", "gpt", "odd", around="NCCL's collectives", optimizer=muon),
-    full_training(3, "zero2 uncut", "gpt", "odd", around="NCCL's collectives", optimizer=Lamb),
+    training(3, "zero2 uncut", "gpt", "odd", around="NCCL's collectives", optimizer=Lamb),
     training(3, "zero1 uncut", "again", around="rank 2 late", optimizer=Lamb),
     training(2, "zero3 uncut bf16", "gpt", "lora", naive="zero3 bf16"),
     training(2, "zero3 uncut", "odd", "lora", odd_step=forwards_between, optimizer=muon),
     training(2, "zero2 uncut", "odd", "lora", odd_step=no_sync_around_backward,
              optimizer=Lamb),
-    full_training(2, "zero1", "lora", "odd", optimizer=sgd),
+    training(2, "zero1", "lora", "odd", optimizer=sgd),
     training(2, "zero3", "lora", "odd", optimizer=sgd),
-    full_training(3, "zero2", "lora", "odd", optimizer=foreach),
+    training(3, "zero2", "lora", "odd", optimizer=foreach),
     training(3, "zero3", "lora", "odd", optimizer=foreach),
-    *(full_training(2, "ddp, 1 kB", "odd", "lora", odd_step=odd_step) for odd_step in ODD_STEPS),
+    *(training(2, "ddp, 1 kB", "odd", "lora", odd_step=odd_step) for odd_step in ODD_STEPS),
     *(training(2, "zero3", "odd", "lora", odd_step=odd_step) for odd_step in ODD_STEPS),
     *full_options()])
 def test_options_change_no_bit(wrapper, modules, options):
@@ -151,9 +152,8 @@ def compiled(wrap, module):
     return wrap(module)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.limit(120)
-@pytest.mark.parametrize("wrapper", ["zero3", full("ddp, 1 kB")])
+@on_ranks(2, seconds=120)
+@pytest.mark.parametrize("wrapper", ["zero3", "ddp, 1 kB"])
 def test_compiling_changes_no_bit(wrapper):
     """torch.compile of each block gives the same bits with and without a wrapper."""
     expected = distributed(partial(compiled, WRAPPERS["naive"]), "gpt")

@@ -17,8 +17,9 @@ from dropin.tests import orders
 from dropin.tests.test_plain import PLAIN, Shared, step_of
 from dropin.zero import PlainZero3, Zero3
 from tests.common import native, planted, raises
-from tests.measure import every_collective, live_bytes
-from verify import STAGES
+from judge.measure import every_collective, live_bytes
+from judge.training import STAGES
+from tests.ranks import on_ranks
 
 SMALL = 0.0003  # MB: a block of `Shared`
 OURS = {"ddp": partial(DDP, bucket_cap_mb=SMALL, find_unused_parameters=True), **STAGES}
@@ -28,7 +29,7 @@ for stage in STAGES:
 IDX = torch.arange(11)
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 def test_in_order_of_use():
     assert in_order_of_use([1, 2, 3, 4], [4, 2, 4, 1, 3]) == [2, 4, 1, 3]
     assert in_order_of_use([1, 2, 3, 4, 5], [4, 2]) == [1, 4, 3, 2, 5], "others keep their places"
@@ -39,9 +40,7 @@ def test_in_order_of_use():
 # ---- public models
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
-@pytest.mark.limit(120)
+@on_ranks(2, 3, seconds=120)
 @pytest.mark.parametrize("wrapper", OURS)
 @pytest.mark.parametrize("name", orders.MODELS)
 def test_public_models(name, wrapper):
@@ -101,7 +100,7 @@ def assert_gradients_of_one_process(model, order, idx=IDX):
         assert torch.equal(actual[key].flatten(), whole[starts[name]:starts[name] + n]), name
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_each_learns_it(wrapper):
     model = ALL[wrapper](Shared(LATE))
@@ -111,7 +110,7 @@ def test_each_learns_it(wrapper):
         assert_learned(model, LATE)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_order_that_changes(wrapper):
     """In each step another one: right, though buckets may wait."""
@@ -146,8 +145,7 @@ def assert_means(model, orders_of_ranks):
         torch.testing.assert_close(gradient.as_subclass(torch.Tensor).flatten(), part)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", OURS)
 @pytest.mark.parametrize("skips", [0, 1])
 def test_first_steps_differ(wrapper, skips):
@@ -164,7 +162,7 @@ def test_first_steps_differ(wrapper, skips):
     assert of_ranks[0] == of_ranks[1], "ranks launch buckets in different orders"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("skips", [0, 1])
 def test_first_orders_differ(wrapper, skips):
@@ -181,8 +179,7 @@ def test_first_orders_differ(wrapper, skips):
         assert names_of(model._units) == ["the root", "0", "5", "2", "3", "4", "1"]
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", OURS)
 @pytest.mark.parametrize("skips", [0, 1])
 def test_ranks_may_skip_blocks_in_the_order_that_was_learned(wrapper, skips):
@@ -220,8 +217,7 @@ def evaluates(model):
     model.module.order = LATE
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", OURS)
 @pytest.mark.parametrize("begins", [in_no_sync, raises_in_backward, raises_in_forward, evaluates])
 def test_order_is_learned_later(wrapper, begins):
@@ -239,7 +235,7 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("make", [copy.deepcopy, pickled])
 def test_copies_learn_it_themselves(make):
     model = OURS["ddp"](Shared(LATE))
@@ -252,8 +248,7 @@ def test_copies_learn_it_themselves(make):
         assert_learned(each, LATE)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.limit(120)
+@on_ranks(2, seconds=120)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero3"])
 def test_compiled_blocks(wrapper):
     module = Shared(LATE)
@@ -269,8 +264,7 @@ def test_compiled_blocks(wrapper):
 # ---- what is sent to agree, once
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_what_agreeing_costs(wrapper):
     """8 bytes for each parameter, and in stages for each unit, in stage 3 for that twice; in the
@@ -301,7 +295,7 @@ def test_what_agreeing_costs(wrapper):
     assert actual[1:] == [[], []], actual
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_ddp_frees_old_buckets():
     """When new ones are filled gradients take the bytes of the parameters, and each is the object
     that it was. Meanwhile old memory goes as it is left: both are never there at once."""
@@ -331,7 +325,7 @@ def test_ddp_frees_old_buckets():
     assert max(bytes_meanwhile) < 2.75 * n_bytes, f"{max(bytes_meanwhile) / n_bytes:.2f}"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_ddp_fills_buckets_anew():
     """Those of a module registered in order: none has parameters from both ends of it."""
     actual = []
@@ -380,7 +374,7 @@ def gathers_in_backward(model, idx):
     return gathered
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", [PlainZero3, Zero3])
 def test_backward_gathers_what_is_needed(kind):
     module = Tables()
@@ -392,7 +386,7 @@ def test_backward_gathers_what_is_needed(kind):
         assert gathers_in_backward(model, IDX) == ["blocks.2", "blocks.1", "blocks.0"]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["plain zero3", "zero3"])
 def test_first_layer_is_not_gathered_again(wrapper):
     """Autograd saves no weight of it, as its input needs no gradient."""
@@ -412,7 +406,7 @@ def test_first_layer_is_not_gathered_again(wrapper):
     assert names_of(model._way_back) == expected
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_rank_keeps_what_it_cannot_gather_alone():
     """Where rank 0's first step drops block 0, block 1 is its first layer, whose weights are not
     saved. Then other ranks drop block 1, or save its weights: no rank waits for another."""
@@ -453,7 +447,7 @@ def test_a_rank_keeps_what_it_cannot_gather_alone():
     assert names_of(model._way_back) == ["3", "2", "0"]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", OURS)
 def test_each_micro_step_skips_others(wrapper):
     """What two forwards have used one after the other is no order of use."""
@@ -470,7 +464,7 @@ def test_each_micro_step_skips_others(wrapper):
         assert_means(model, orders_of_ranks)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_two_forwards_before_a_backward(stage):
     """The last one shows an order, both together do not."""
@@ -482,7 +476,7 @@ def test_two_forwards_before_a_backward(stage):
     assert names_of(model._units) == ["the root", "0", "1", "2", "3", "4", "5"]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_evaluation_before_the_backward(stage):
     """An evaluation in another order, between the first forward and its backward."""
@@ -495,7 +489,7 @@ def test_evaluation_before_the_backward(stage):
     assert names_of(model._units) == ["the root", *map(str, LATE)]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_rank_0_skips_a_block_of_a_module_out_of_order():
     """It keeps its place, so the others may use it there."""
     model = Zero3(Shared())
@@ -506,7 +500,7 @@ def test_rank_0_skips_a_block_of_a_module_out_of_order():
         assert_means(model, orders_of_ranks)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_units_of_another_loss_stay_on_the_way():
     """A first backward that reaches only some of what the forward has used does not decide about
     the rest."""
@@ -522,7 +516,7 @@ def test_units_of_another_loss_stay_on_the_way():
     assert_gradients_of_one_process(model, tuple(range(6)))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_recomputed_blocks_are_on_the_way():
     class Recomputed(Shared):
         def forward(self, idx):
@@ -592,8 +586,7 @@ WITH_PICTURES = {"rank 0 has none": [[0, 1, 1]] * 3, "rank 1 has none": [[1, 0, 
                  "in turns": [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]]}
 
 
-@pytest.mark.sample(2)
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("collectives", ["own", "native"])
 @pytest.mark.parametrize("wrapper", ["zero2", "zero3"])
 @pytest.mark.parametrize("place", ["first", "last", "a unit", "middle", "used by some"])
@@ -622,14 +615,14 @@ def test_ranks_skip_a_tower(case, place, wrapper, collectives):
             assert torch.allclose(actual[name], p, atol=1e-6), f"{name} in the end"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_the_first_backward_does_not_wait_for_the_root():
     """Its buckets come last there, so that they hold no other back."""
     model = Zero3(Pictures("last"))
     assert [bucket.unit is model._root for bucket in model._buckets] == [False] * 5 + [True]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_a_head_does_not_wait_for_all_units():
     """Where it has a bucket of its own, that is full when a backward begins."""
     with mock.patch("dropin.zero.bucket_bytes", lambda W, cap_mb: 32):
@@ -662,7 +655,7 @@ class Towers(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_empty_units(stage):
     """A ReLU, and a layer whose parameters another unit has, too: these belong to the root."""

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from dropin.ddp import DDP, PlainDDP, Reducer, TorchOptions, UnevenRanks, Wrapper
 from dropin.zero import PlainZero1, PlainZero2, PlainZero3, Stage, StateDicts, Zero1, Zero2, Zero3
-import verify
+from judge import training as verify
 from tests.common import planted, raises
-from tests.measure import Chain, every_collective, live_bytes
-from verify import ByHand, compare, distributed, gather, memory_is_the_formulas, same_bits
+from judge.measure import Chain, every_collective, live_bytes
+from judge.training import ByHand, compare, distributed, gather, memory_is_the_formulas, same_bits
+from tests.ranks import on_ranks
 
 STAGES = {}
 for kind in (PlainZero1, PlainZero2, PlainZero3):  # with what `compare` reads
@@ -90,9 +91,7 @@ def test_layers_only_add(wrapper):
     assert without <= WITHOUT_SUPER.keys(), f"without super: {without - WITHOUT_SUPER.keys()}"
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.limit(120)
+@on_ranks(1, 2, 3, 4, seconds=120)
 @pytest.mark.parametrize("wrapper", PLAIN)
 @pytest.mark.parametrize("name", ["gpt", "recomputed"])
 def test_plain_has_the_bits_of_one_process(wrapper, name):
@@ -104,8 +103,7 @@ def test_plain_has_the_bits_of_one_process(wrapper, name):
         compare(wrap, name, wrapper, micro_steps=2, each_synced=True)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_has_the_bits_of_the_oracle(stage, micro_steps):
@@ -117,7 +115,7 @@ def test_plain_has_the_bits_of_the_oracle(stage, micro_steps):
         same_bits(expected, actual, f"{stage}, {name}")
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_memory(stage):
     plain = {name: lambda module, kind=kind, **options: kind(module)
@@ -126,7 +124,7 @@ def test_plain_memory(stage):
         memory_is_the_formulas(stage)
 
 
-@pytest.mark.ranks(3)
+@on_ranks(3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_memory_on_three_ranks(stage):
     """As the proof's row, but buckets are padded, as three does not divide them."""
@@ -160,7 +158,7 @@ def test_plain_memory_on_three_ranks(stage):
         assert 0.97 * least <= actual[phase] <= most, f"{phase}: {actual[phase]}, {least} to {most}"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", PLAIN)
 def test_plain_traffic(wrapper):
     n = 8
@@ -218,7 +216,7 @@ def step_of(model, idx):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_plain_zero3_gathers_at_most_twice():
     """Also where weights of the root are asked for in the middle and at the end of a backward."""
     received = []
@@ -229,7 +227,7 @@ def test_plain_zero3_gathers_at_most_twice():
     assert 2 * psi < 2 * sum(received) <= 3 * psi
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("held", [0, 1])
 @pytest.mark.parametrize("wrapper", PLAIN)
 def test_plain_gradients_may_be_set_to_zero(wrapper, held):
@@ -247,7 +245,7 @@ def test_plain_gradients_may_be_set_to_zero(wrapper, held):
         assert torch.equal(gradient, (1 + held) * once[name]), name
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", [Zero1, Zero2, Zero3])
 def test_means_of_another_dtype_add_up(kind):
     """Of backwards before a step, also where gradients have 16 bits on their way."""
@@ -257,7 +255,7 @@ def test_means_of_another_dtype_add_up(kind):
         assert gradient.equal(2 * once[name]), name
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", ["zero2", "zero3"])
 def test_plain_accumulates_what_was_not_zeroed(stage):
     """Backwards before a step add up in stages 2 and 3, but for a `.grad` that was dropped."""
@@ -270,7 +268,7 @@ def test_plain_accumulates_what_was_not_zeroed(stage):
         assert torch.equal(gradient, expected), name
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", PLAIN)
 def test_plain_takes_a_closure(wrapper):
     """The forward of a closure comes before the update of its step: so the next one gathers."""
@@ -292,7 +290,7 @@ def test_plain_takes_a_closure(wrapper):
     assert actual[True] == actual[False] and len(set(actual[True])) == 4
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_loaded_parameters_are_used(stage):
     model = STAGES[stage](Shared())
@@ -303,7 +301,7 @@ def test_loaded_parameters_are_used(stage):
         assert model(torch.arange(11)) == 0
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_plain_zero3_leaves_no_gather_under_way():
     """Nobody asks for the weight of a first block whose input needs no gradient. What was gathered
     for it is awaited before its memory is freed."""
@@ -335,7 +333,7 @@ class Sparse(torch.nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_plain_zero3_with_what_is_sparse():
     has_the_gradients_of_ddp(Sparse, torch.ones(8, 8))
 
@@ -390,7 +388,7 @@ def sees_a_weight_as_complex(model):
 MODIFIED = "modified (in place|by an inplace operation)"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper, script, factor, kind, pattern", [
     ("ddp", goes_twice, 1, AssertionError, "zero_grad.* would be summed again"),
     ("zero1", goes_twice, None, AssertionError, "zero_grad.* would be lost"),
@@ -409,14 +407,14 @@ def test_plain_is_not_silent(wrapper, script, factor, kind, pattern):
     raises(kind, pattern, script, model)
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_refuses_a_step_in_between_on_one_rank(stage):
     """Where nothing is gathered, either."""
     raises(RuntimeError, MODIFIED, steps_in_between, STAGES[stage](Shared()))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_plain_takes_no_meta_device(stage):
     with torch.device("meta"):
@@ -435,7 +433,7 @@ class AloneWithOptions(TorchOptions, PlainDDP):
     pass
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_uneven_ranks_stand_alone():
     """Buffers are rank 0's, and a parameter that one rank has used has its mean on both."""
     rank = dist.get_rank()
@@ -459,7 +457,7 @@ def test_uneven_ranks_stand_alone():
     assert module.blocks[5].weight.grad is None
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", [DDP, Zero1, Zero2, Zero3])
 def test_a_backward_of_inputs_averages_nothing(kind):
     """Notes and checkpoints are signs of it, but it brings no gradient of a parameter."""
@@ -472,7 +470,7 @@ def test_a_backward_of_inputs_averages_nothing(kind):
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_torch_options_stand_alone():
     """Means that were not zeroed stay what they are, with any divide factor."""
     model = AloneWithOptions(Shared(), device_ids=None)
@@ -507,14 +505,14 @@ def partly_frozen(kind):
     return module
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", ["bias", "blocks.2", "block"])
 def test_plain_zero3_with_frozen_parameters(kind):
     """A unit with few gradients, or none, is right."""
     has_the_gradients_of_ddp(partial(partly_frozen, kind))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("order", [(5, 0, 3), (2, 2, 1, 2, 0), (0, 1, 0, 2)])
 def test_plain_zero3_in_any_order(order):
     """Units may be skipped, or called again, if all ranks do so."""

@@ -21,8 +21,8 @@ from dropin.guards import Part
 from dropin.tests.scripts import Net, note_script, run_script
 from dropin.tests.wrappers import WRAPPERS
 from tests.common import native, on_meta, planted, raises
-from tests.params import full
-from verify import STAGES
+from judge.training import STAGES
+from tests.ranks import on_ranks
 
 ALL = ["ddp", *STAGES]
 SCRIPTS = []
@@ -127,7 +127,7 @@ def goes_through_a_list_in_a_way_of_its_own(s):
     s.step()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", STAGES)
 def test_state_of_all_is_saved_and_loaded(wrapper):
     """full_state_dict() and state_dict() have all tensors, whatever the module's does."""
@@ -145,21 +145,21 @@ def test_state_of_all_is_saved_and_loaded(wrapper):
 # ---- what torch's DDP is told to ignore
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_ignored_tensors_stay(wrapper):
     """Buffers that torch's DDP is told to ignore stay as they are on each rank; parameters do under
     DDP, and stages refuse them by name."""
     rank = dist.get_rank()
     net = Net()
-    net.register_buffer("own", torch.full((2,), float(rank)))
+    net.register_buffer("own", torch.((2,), float(rank)))
     net._ddp_params_and_buffers_to_ignore = {"own"}
     model = WRAPPERS[wrapper](net)
     model(torch.ones(1, 4)).sum().backward()
     assert net.own[0] == rank, "the buffer was overwritten"
     net = Net()
     net._ddp_params_and_buffers_to_ignore = ["blocks.0.weight"]
-    weight = nn.Parameter(torch.full((4, 4), float(rank)))
+    weight = nn.Parameter(torch.((4, 4), float(rank)))
     net.blocks[0].weight = weight
     if wrapper != "ddp":
         raises(RuntimeError, r"blocks\.0\.weight is in .*ignore.* use DDP", WRAPPERS[wrapper], net)
@@ -259,7 +259,7 @@ UNSENT = {"Quantised": Quantised, "Opaque": Opaque, "DTensor": replicated, "was 
           "several elements in one place": lambda t: t[:1].expand(4, 4)}
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_tensors_have_memory(wrapper, kind):
@@ -282,7 +282,7 @@ def test_tensors_have_memory(wrapper, kind):
     raises(RuntimeError, r"1\.\w+ .*Uninitialized.* forward once", WRAPPERS[wrapper], lazy)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", STAGES)
 def test_memory_is_not_shared(wrapper):
     """Parameters that overlap in part are refused; columns of one matrix, which do not, are right.
@@ -371,7 +371,7 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", STAGES)
 def test_parts_are_not_asked(wrapper):
     """What is no question about each element is refused, before the step and after it."""
@@ -445,7 +445,7 @@ def train(model, n_steps, act):
         optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("options", [{}, dict(find_unused_parameters=True)])
 @pytest.mark.parametrize("fault", ["leaves a backward out", "raises in a backward"])
 def test_a_step_that_one_rank_leaves_out_is_named(options, fault):
@@ -471,7 +471,7 @@ def test_a_step_that_one_rank_leaves_out_is_named(options, fault):
     assert n_done == [0], f"backwards done: {n_done}"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_wrappers_in_another_order_are_named():
     """Two wrappers whose backwards come in another order on one rank; all ranks raise."""
     models = [WRAPPERS["ddp"](Net()) for _ in range(2)]
@@ -480,7 +480,7 @@ def test_wrappers_in_another_order_are_named():
     raises(RuntimeError, "do not belong together, by rank", losses[rank].backward)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
 def test_wrappers_in_another_order_are_named_on_accelerators(wrapper):
     """There messages have no tags, in stages neither; the next forward raises. So does the first
@@ -507,7 +507,7 @@ def first_column(net, x):
     return net.plain(x)[:, 0]
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("act", ["two or more forwards", "a look in eval()", "no_sync()", "no_grad",
                                  "an error", "later", "drops", "writes to the output"])
 def test_ranks_may_do_different_things(act):
@@ -571,8 +571,7 @@ def gradient_by_func(model, x):
     return torch.func.grad(lambda x: model(x).sum())(x)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("function", [tangents_by_jvp, tangents_by_vmap, tangents_by_jacfwd,
                                       gradient_by_func])
@@ -594,9 +593,9 @@ def test_func_transforms(function, wrapper):
 # ---- compiled steps
 
 
-@pytest.mark.limit(120)
-@pytest.mark.parametrize("wrapper, W", [("ddp", 2), ("zero1", 2), ("zero3", 3), full("zero2", 2),
-                                        full("zero2", 3), full("zero1", 3), full("zero3", 2)])
+@on_ranks(seconds=120)
+@pytest.mark.parametrize("wrapper, W", [("ddp", 2), ("zero1", 2), ("zero3", 3), ("zero2", 2),
+                                        ("zero2", 3), ("zero1", 3), ("zero3", 2)])
 def test_steps_are_compiled(wrapper):
     """torch.compile of what follows a backward changes nothing."""
     results = []
@@ -749,7 +748,7 @@ DTYPES = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, tor
           torch.float8_e5m2, torch.complex64, torch.complex128, torch.complex32, torch.bfloat16]
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_all_dtypes_are_sent(wrapper):
     """Buffers and frozen parameters of any dtype are rank 0's, bit for bit."""
@@ -819,7 +818,7 @@ def is_on_meta(s):
 # ---- what debuggers and libraries ask
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ALL)
 def test_questions_do_not_raise(wrapper):
     """Of a wrapper, of a gradient's part and of a parameter."""
@@ -844,8 +843,8 @@ def test_questions_do_not_raise(wrapper):
     assert hasattr(weight, "grad") and "shape" in dir(weight)
 
 
-@pytest.mark.sample
-@pytest.mark.parametrize("W", [2, full(3)])
+@on_ranks()
+@pytest.mark.parametrize("W", [2, 3])
 @pytest.mark.parametrize("wrapper", ALL)
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_reports(script, wrapper):

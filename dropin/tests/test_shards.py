@@ -15,7 +15,8 @@ from dropin.guards import NOT_BY_PARAMETER, NOT_ELEMENTWISE, Shard
 from dropin.tests.scripts import Net
 from dropin.tests.wrappers import WRAPPERS
 from tests.common import raises
-from verify import gather, STAGES
+from judge.training import gather, STAGES
+from tests.ranks import on_ranks
 
 
 def warnings_of(function, *arguments):
@@ -43,8 +44,7 @@ QUESTIONS = {"shape": fan_in, "size": lambda p: p.size(0), "numel": torch.numel,
              "detached": lambda p: p.detach().size()}
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(1, 2, 3)
+@on_ranks(1, 2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_shapes_of_shards_are_warned_of(question, stage):
@@ -78,7 +78,7 @@ def trains(stage, **options):
     model.load_full_state_dict(model.full_state_dict())
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_does_not_warn(stage):
     assert warnings_of(partial(trains, stage)) == []
@@ -95,7 +95,7 @@ INITS = [nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_unifor
          torch.Tensor.normal_, torch.Tensor.uniform_, lambda p: p.data.normal_()]
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_optimizer_that_came_too_early(stage):
     """One of the module's own parameters, built before wrapping, is refused at its first step."""
@@ -107,7 +107,7 @@ def test_an_optimizer_that_came_too_early(stage):
     raises(RuntimeError, fact, early.step)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_shards_are_not_initialised(stage):
     """Constants would be right."""
@@ -124,7 +124,7 @@ def test_shards_are_not_initialised(stage):
     assert warnings_of(torch.ones_like, p) == [] and (p == 1).all()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_copies_of_shards_are_plain(stage):
     model = STAGES[stage](Net())
@@ -172,8 +172,7 @@ def copies(students, teachers):
         q.copy_(p)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("average", [lerps, lerps_data, lerps_lists, copies])
 def test_averages_of_other_parts_are_refused(average, stage):
@@ -198,7 +197,7 @@ def test_averages_of_other_parts_are_refused(average, stage):
                 assert torch.allclose(teacher.full_state_dict()[name], expected), name
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_parts_in_another_order_are_refused(stage):
     """Shards are of equal shape, but the other parameter lies column after column."""
@@ -212,7 +211,7 @@ def test_parts_in_another_order_are_refused(stage):
                teacher.parameters())
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_whole_values_are_not_copied_to_shards(stage):
     model = STAGES[stage](Net())
@@ -224,7 +223,7 @@ def test_whole_values_are_not_copied_to_shards(stage):
 # ---- functional_call
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_functional_call_takes_whole_averages(stage):
     net = Net()
@@ -253,7 +252,7 @@ def stepped(model, optimizer):
     optimizer.zero_grad()
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("make", [partial(torch.optim.AdamW, fused=False),
                                   partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
@@ -299,7 +298,7 @@ class Own(torch.optim.Optimizer):
                     p.sub_(p.grad, alpha=group["lr"])
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_of_other_shapes_is_loaded(stage):
     net = Net()
@@ -313,7 +312,7 @@ def test_state_of_other_shapes_is_loaded(stage):
         assert len(optimizer._optimizer_load_state_dict_post_hooks) <= 1
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_of_equal_shards_is_refused(stage):
     """Where shards are equally large its shapes do not tell. A library saves rank 0's for all, and
@@ -370,7 +369,7 @@ class Prodigy(torch.optim.SGD):
     pass
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_optimizers_are_known_by_their_whole_names(stage):
     model = STAGES[stage](nn.Linear(8, 8))
@@ -391,7 +390,7 @@ def test_optimizers_are_known_by_their_whole_names(stage):
 # ---- otherwise a shard is a Parameter
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_shards_are_parameters(stage):
     model = STAGES[stage](Net())
@@ -408,7 +407,7 @@ def test_shards_are_parameters(stage):
     assert len(set(model.parameters())) == len(list(model.parameters()))
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_is_asked_first(stage):
     """What is computed of a shard and its gradient is a part, also before the first step."""
@@ -419,7 +418,7 @@ def test_a_gradient_is_asked_first(stage):
         raises(RuntimeError, "sum of the gradient of a shard", lambda: (p * p.grad).sum())
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_shards_are_plain_after_a_while(stage):
     """Also frozen ones, and where a script steps by hand."""
@@ -439,7 +438,7 @@ def test_shards_are_plain_after_a_while(stage):
     assert warnings_of(sharded_state, model) == []
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_is_saved_without_a_warning(stage):
     model = STAGES[stage](Net())
@@ -447,7 +446,7 @@ def test_state_is_saved_without_a_warning(stage):
     assert warnings_of(sharded_state, model, optimizer) == []
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", *STAGES])
 def test_functional_call_takes_a_frozen_copy(wrapper):
     """An evaluation with averages that are Parameters."""

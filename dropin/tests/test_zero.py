@@ -22,10 +22,12 @@ from dropin import ddp, zero
 from dropin.tests.wrappers import adafactor, Lamb, muon, PLAIN, WRAPPERS
 from dropin.zero import PlainZero3, Zero2, Zero3
 from model import GPT, GPTConfig, PRESETS
-from tests.common import full_training, on_meta, raises, training
-from tests.measure import Chain, every_collective, live_bytes
-from tests.params import full, ROOT
-from verify import compare, fresh, gather, ORDERS, same_bits, small_gpt, STAGES, uncut, zoo_loss
+from tests.common import on_meta, raises
+from judge.measure import Chain, every_collective, live_bytes
+from tests.common import ROOT
+from judge.training import compare, fresh, gather, ORDERS, same_bits, small_gpt, STAGES, uncut, zoo_loss
+from dropin.tests.wrappers import training
+from tests.ranks import on_ranks
 
 FLAT_FP32 = ("gpt", "odd", "lora")
 
@@ -33,13 +35,13 @@ FLAT_FP32 = ("gpt", "odd", "lora")
 def every_uncut():
     for W, stage in product((1, 2, 3, 4), STAGES):
         wrapper = f"{stage} uncut"
-        yield full_training(W, wrapper, micro_steps=2, factor=None)
-        yield full_training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer=muon)
-        yield full_training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer=Lamb)
-        yield full_training(W, wrapper, "gpt", *ORDERS, optimizer=adafactor)
+        yield training(W, wrapper, micro_steps=2, factor=None)
+        yield training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer=muon)
+        yield training(W, wrapper, *FLAT_FP32, *ORDERS, optimizer=Lamb)
+        yield training(W, wrapper, "gpt", *ORDERS, optimizer=adafactor)
 
 
-@pytest.mark.limit(120)
+@on_ranks(seconds=120)
 @pytest.mark.parametrize("wrapper, modules, options, W", [
     training(3, "zero2 uncut", "odd", "lora", micro_steps=2, each_synced="announced",
              optimizer=muon),
@@ -60,8 +62,7 @@ def test_uncut_has_the_bits_of_one_process(wrapper, modules, options):
         compare(WRAPPERS[wrapper], name, f"{wrapper}, {name}", **options)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_small_buckets(stage):
     """bucket_cap_mb changes how many messages there are, and no bit, also where matrices are uncut;
@@ -82,7 +83,8 @@ def test_small_buckets(stage):
     raises(RuntimeError, "bucket_cap_mb=", STAGES[stage], fresh("gpt"), bucket_cap_mb=1.0 + rank)
 
 
-@pytest.mark.parametrize("W", [2, 3, full(4)])
+@on_ranks()
+@pytest.mark.parametrize("W", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_uncut_has_one_owner(stage):
     """Of an uncut parameter one rank has a shard, in the parameter's shape; and after a backward
@@ -124,7 +126,8 @@ def uncut_chunks(units, W):
     return chunks
 
 
-@pytest.mark.parametrize("W", [2, 3, full(4)])
+@on_ranks()
+@pytest.mark.parametrize("W", [2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_uncut_is_the_formulas(stage):
     """With uncut parameters a rank holds and receives, to the byte, what its chunks say: gradients
@@ -171,7 +174,7 @@ def test_uncut_is_the_formulas(stage):
     assert expected <= held <= expected + 8192, f"{held:,} bytes held, expected are {expected:,}"
 
 
-@pytest.mark.ranks(3, 4)
+@on_ranks(3, 4)
 def test_uneven_chunks_arrive_in_pieces():
     """reduce_scatter of uneven chunks has the bits of the plain sum, and of what arrives at the
     owner of the largest two pieces at most have memory."""
@@ -262,7 +265,7 @@ def test_units_are_found():
     assert units == [lists[0], inner], f"units are {units}"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", [Zero3, PlainZero3])
 def test_zero3_prefetches(kind):
     """In stage 3 the all-gather of the next unit is under way while a unit computes, forward or
@@ -294,7 +297,7 @@ def test_zero3_prefetches(kind):
             f"in the {phase} {actual[phase]} all-gathers have begun, expected are {number}")
 
 
-@pytest.mark.ranks(4)
+@on_ranks(4)
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_hybrid_sums_overlap(stage):
     """With hybrid sharding nobody waits for the sum of a bucket over groups before it has launched
@@ -328,7 +331,7 @@ def test_hybrid_sums_overlap(stage):
     model(torch.ones(3, 16, requires_grad=True)).backward()
 
 
-@pytest.mark.ranks(4)
+@on_ranks(4)
 def test_hybrid_keeps_its_share_of_gradients():
     """With hybrid sharding a rank of Zero2 keeps the share of its group, and nothing of the sum
     over groups."""
@@ -340,7 +343,7 @@ def test_hybrid_keeps_its_share_of_gradients():
     assert kept <= own + 4096, f"{kept:,} bytes are kept, of gradients expected {own:,.0f}"
 
 
-@pytest.mark.ranks(4)
+@on_ranks(4)
 @pytest.mark.parametrize("stage", STAGES)
 def test_hybrid_sums_are_in_place(stage):
     """With hybrid sharding the sum over a group and that over groups are made in the bucket's own
@@ -370,7 +373,7 @@ def test_hybrid_sums_are_in_place(stage):
     assert n <= total <= 1.1 * n, f"a group sums {total} elements over groups, of {n}"
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_unannounced_steps_are_noticed(stage, guarded):
@@ -393,7 +396,7 @@ def test_unannounced_steps_are_noticed(stage, guarded):
             each.zero_grad()
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_replaced_data_is_noticed(stage):
     """`.data` of shards that a script replaces between micro-steps: all ranks gather, also those
@@ -424,7 +427,7 @@ def fill(module):
         t.fill_(dist.get_rank() + 7)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_data_is_replaced_after_a_forward(stage):
     """Without a backward, so that in stage 3 units are still whole."""
@@ -455,7 +458,7 @@ class Tree(nn.Module):
         return x * self.scale
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_calls_itself(stage):
     """Its forward begins and ends once, however deep a rank goes."""
@@ -503,7 +506,7 @@ class Parts(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_parts_may_end_by_an_error(stage):
     """As a checkpoint ends the second forward of one. After the backward all units are free, and
@@ -535,7 +538,7 @@ def test_parts_may_end_by_an_error(stage):
             module.zero_grad()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_optimizer_may_lack_empty_shards(stage):
     """Then not all ranks see a step change the same units, but all gather the same ones."""
@@ -555,7 +558,7 @@ class Filler(nn.Module):
             nn.init.zeros_(m.bias)
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_init_fn_is_not_kept(stage):
     """It may hold a checkpoint; and it may be a Module."""
@@ -569,6 +572,7 @@ def test_init_fn_is_not_kept(stage):
     assert alive() is None
 
 
+@on_ranks()
 @pytest.mark.parametrize("stage, W", [*product(STAGES, (1, 3)), ("zero3 uncut", 3)])
 def test_meta_device_is_filled(stage):
     """From the meta device a GPT gets the weights of building it whole, no rank ever holding more
@@ -606,6 +610,7 @@ def test_meta_device_is_filled(stage):
     assert (filled["scale"] == 7).all()
 
 
+@on_ranks()
 @pytest.mark.parametrize("stage, W", [*product(STAGES, (1, 3)), ("zero1 uncut", 3),
                                       ("zero3 uncut", 3),
                                       *starmap(full, product(STAGES, (2, 4)))])
@@ -643,8 +648,9 @@ def test_state_dicts_round_trip(stage):
         same_bits(good, model.full_state_dict(), f"{name}, shards given back")
 
 
-@pytest.mark.parametrize("stage, W", [("zero1", 2), ("zero3", 3), full("zero1", 3),
-                                      full("zero2", 2), full("zero2", 3), full("zero3", 2)])
+@on_ranks()
+@pytest.mark.parametrize("stage, W", [("zero1", 2), ("zero3", 3), ("zero1", 3),
+                                      ("zero2", 2), ("zero2", 3), ("zero3", 2)])
 def test_buffers_given_back_are_read(stage):
     """What a rank still sends to slower ones is overwritten neither by the units that come next nor
     by new values of its shards.
@@ -676,7 +682,7 @@ def test_buffers_given_back_are_read(stage):
             same_bits({"output": module(x, n_units)}, {"output": actual}, f"rank {ahead} is ahead")
 
 
-@pytest.mark.ranks(1, 2)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gradient_is_put_back(stage, reduce_dtype):
@@ -696,7 +702,7 @@ def test_a_gradient_is_put_back(stage, reduce_dtype):
         assert torch.equal(actual, torch.full_like(actual, 11)), actual
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_mark_goes_with_what_it_stands_for(stage):
     """While no_sync() holds a gradient back `.grad` is a mark of its size. zero_grad() drops both.
@@ -742,7 +748,7 @@ class Relaxed(nn.Module):
         return self.out(x - 0.1 * slope_of(self.energy, x)).tanh()
 
 
-@pytest.mark.ranks(1, 2)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("is_inside", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_may_go_back(stage, is_inside):
@@ -769,7 +775,7 @@ def test_a_forward_may_go_back(stage, is_inside):
         model.zero_grad()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_hook_may_ask_for_whole_values(stage):
     """As where it logs norms, in the midst of a forward."""

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -10,9 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from dropin.ddp import DDP, HierarchicalState
 from dropin.guards import Guards
 from dropin.zero import Zero1, Zero2, Zero3
-import verify
+from judge import training as harness
+from judge.zoo import MODULES
 from extras.comm_hooks import hierarchical_hook, top_k_hook, TopKState
-from verify import adamw, BF16, our_ddp, STAGES, uncut
+from judge.training import adamw, BF16, our_ddp, STAGES, uncut
 
 
 def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, except on NCCL
@@ -55,7 +57,7 @@ plain_ddp = partial(without_guards(DDP), find_unused_parameters=True)
 PLAIN = {"ddp": plain_ddp, "ddp, 1 kB": partial(plain_ddp, bucket_cap_mb=0.001),
          "zero1": without_guards(Zero1), "zero2": without_guards(Zero2),
          "zero3": without_guards(Zero3)}
-WRAPPERS = dict(verify.WRAPPERS)
+WRAPPERS = dict(harness.WRAPPERS)
 for name, wrap in PLAIN.items():
     WRAPPERS[f"{name} without guards"] = wrap
 for hook in HOOKS:
@@ -106,3 +108,13 @@ def sgd(parameters):
 
 def foreach(parameters):
     return adamw(parameters, foreach=True)
+
+
+def training(W, wrapper, *modules, **options):
+    """The parameters wrapper, modules, options and W of a test: these modules, or all, in a wrapper
+    on W ranks."""
+    words = [wrapper, *modules]
+    for name, value in options.items():
+        words.append(value if isinstance(value, str) else getattr(value, "__name__", f"{name} {value}"))
+    name = "-".join([*words, f"W{W}"])
+    return pytest.param(wrapper, modules or MODULES, options, W, id=name)

@@ -10,9 +10,9 @@ import typing
 
 import pytest
 
-import verify
+from judge import training as verify
 from dropin import ddp
-from tests.own import own_file, OwnFile, ROOT
+from judge.own import own_file, OwnFile, ROOT
 
 
 def ours():

@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 
-from tests.hints import mistake
-from tests.judge import (holds_and_sends, judged, outcome_of_measuring, rows_of_module,
+from judge.hints import mistake
+from judge.judge import (holds_and_sends, judged, outcome_of_measuring, rows_of_module,
                          rows_of_wrapper, try_out_wrapper, Verdicts)
-from tests.params import full, ROOT
-from tests.ranks import Failure, Row, run_parts
+from tests.common import ROOT
+from judge.ranks import Failure, Row, run_parts
 
 JUDGED = ROOT / "tests" / "judged"
 CLOSE = {"same bits", "close"}
@@ -34,7 +34,7 @@ def verdict(groups, file, n_ranks, name, **options):
     return row.outcome_of(*row.answers(groups))
 
 
-@pytest.mark.parametrize("file", [*SOME, *map(full, OTHERS)])
+@pytest.mark.parametrize("file", [*SOME, *OTHERS])
 def test_right_ones(groups, file):
     """At W = 2 all have the bits of one process, also with two micro-steps; at W = 3 ours have, and
     others are close, since gloo's ring adds in another order."""
@@ -59,14 +59,14 @@ def test_all_right_ones_are_tried():
 
 @pytest.mark.parametrize("file, n_ranks, fact", [
     ("torch_ddp", 2, "holds as DDP: 16.0 bytes a parameter"),
-    full("torch_ddp", 3, "(with 4 micro-steps 2.00), where DDP needs 2 (2)"),
-    full("our_zero1", 3, "holds as ZeRO-1: 10.7 bytes a parameter between backward and step"),
-    full("our_zero2", 4, "holds as ZeRO-2: 7.0 bytes"),
+    ("torch_ddp", 3, "(with 4 micro-steps 2.00), where DDP needs 2 (2)"),
+    ("our_zero1", 3, "holds as ZeRO-1: 10.7 bytes a parameter between backward and step"),
+    ("our_zero2", 4, "holds as ZeRO-2: 7.0 bytes"),
     ("our_zero3", 4, "holds as ZeRO-3: 4.0 bytes"),
-    full("torch_fsdp2", 2, "micro-steps 12.00), where ZeRO-3 needs 3 (12)"),
-    full("by_hand_2", 2, "micro-steps 8.00), where ZeRO-2 needs 2 (5), so more than it has to"),
-    full("torch_redundancy", 4, "holds as ZeRO-1, and 0.7 more: 10.7 bytes a parameter"),
-    full("naive", 2, "sends 2.00 (W-1)/W Psi elements")])
+    ("torch_fsdp2", 2, "micro-steps 12.00), where ZeRO-3 needs 3 (12)"),
+    ("by_hand_2", 2, "micro-steps 8.00), where ZeRO-2 needs 2 (5), so more than it has to"),
+    ("torch_redundancy", 4, "holds as ZeRO-1, and 0.7 more: 10.7 bytes a parameter"),
+    ("naive", 2, "sends 2.00 (W-1)/W Psi elements")])
 def test_what_it_holds_and_sends(groups, file, n_ranks, fact):
     path = str(JUDGED / "right" / f"{file}.py")
     outcome, text = measured(groups, path, n_ranks)
@@ -95,7 +95,7 @@ def after_backward(model):
     ("pass", "not counted: nothing was sent by torch.distributed"),
     full("for p in model.parameters(): dist.all_reduce(p.grad.to_sparse())",
          "not counted: could not"),
-    full("for _ in (1, 2): [dist.all_reduce(p.grad) for p in model.parameters()]",
+    ("for _ in (1, 2): [dist.all_reduce(p.grad) for p in model.parameters()]",
          "sends 4.00 (W-1)/W Psi elements (with 4 micro-steps 4.00), where DDP needs 2 (2), so "
          "more")])
 def test_what_cannot_be_counted_is_said(groups, tmp_path, more, fact):
@@ -277,13 +277,13 @@ def verify(folder, *words):
 
 
 @pytest.mark.parametrize("file, words, status, fact", [
-    full("right/small.py", ["W=2 even"], 0,
+    ("right/small.py", ["W=2 even"], 0,
          "same bits, 0 close, 0 wrong, 0 refused, 0 hung, 0 died"),
     ("wrong/not_divided.py", ["W=2 even"], 1, " 2 wrong, 0 refused, 0 hung, 0 died"),
-    full("right/small.py", ["--list", "clipped"], 0, "judged W=4 lora, clipped True"),
+    ("right/small.py", ["--list", "clipped"], 0, "judged W=4 lora, clipped True"),
     ("none.py", [], 2, "none.py: there is no such file"),
-    full("right/small.py", ["nowhere"], 2, "no row has a name with nowhere"),
-    full("right/small.py", ["--module", "own.py"], 2, "--module and --wrapper are two questions")])
+    ("right/small.py", ["nowhere"], 2, "no row has a name with nowhere"),
+    ("right/small.py", ["--module", "own.py"], 2, "--module and --wrapper are two questions")])
 def test_verify_judges(file, words, status, fact, tmp_path):
     done = verify(tmp_path, "--wrapper", JUDGED / file, *words)
     printed = done.stdout + done.stderr

@@ -16,7 +16,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.ranks import device
+from judge.ranks import device
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent  # of the project
 

@@ -12,6 +12,7 @@ from functools import cache
 from unittest import mock
 
 import pytest
+from tests.ranks import on_ranks
 import torch
 
 from bench.overhead import (
@@ -45,8 +46,7 @@ def without_wrapper():
     return count("none", CPU)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(1, 2)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("wrapper", OURS)
 def test_a_wrapper_adds_this(wrapper, W):
     """Exactly so many operations, and at most so many calls: these differ a little between versions
@@ -58,7 +58,7 @@ def test_a_wrapper_adds_this(wrapper, W):
     assert actual.calls <= math.ceil(1.03 * expected.calls), fact
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", OURS)
 def test_ranges_are_there_for_a_profiler(wrapper, W):
     """Only then: torch's record_function takes as long as the launch of a kernel. The optimizer has

@@ -25,12 +25,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.hints import Wrong
-from tests.measure import Chain, live_bytes
-from tests.messages import messages, NotCounted
-from tests.own import own_file, OwnFile
-from tests.ranks import check, device, Failure, grid, Groups, ranks_in_words, Row
-from verify import (compare, copy_of, dealt, formula_of_bytes, formula_of_traffic, fresh, is_same,
+from judge.hints import Wrong
+from judge.measure import Chain, live_bytes
+from judge.messages import messages, NotCounted
+from judge.own import own_file, OwnFile
+from judge.ranks import check, device, Failure, grid, Groups, ranks_in_words, Row
+from judge.training import (compare, copy_of, dealt, formula_of_bytes, formula_of_traffic, fresh, is_same,
                     loss_on_rank, make_optimizers, MAX_NORM, no_sync, OF_TORCH, plain_names,
                     reference, STAGES, task_of, uncut, WRAPPERS)
 

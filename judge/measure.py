@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import device
+from judge.ranks import device
 
 
 # -------------------------------------------------------------------------------------------------

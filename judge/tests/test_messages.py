@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from dropin.ddp import DDP
 from dropin.zero import Zero1, Zero2, Zero3
 from tests.common import raises
-from tests.messages import messages, SENDS
+from judge.messages import messages, SENDS
+from tests.ranks import on_ranks
 
 N = 12  # elements of a rank's tensor. Divided by W = 2 or 3 it is whole, so counts are exact.
 ROOT = 1
@@ -133,7 +134,7 @@ def elements(sent):
     return sum(message.elements for message in sent)
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("name", ROWS)
 def test_a_collective(name, W):
     call, expected = ROWS[name]
@@ -149,7 +150,7 @@ def test_a_collective(name, W):
     assert sum(message.bytes for message in sent) == 4 * expected
 
 
-@pytest.mark.ranks(3)
+@on_ranks(3)
 def test_the_ranks_of_a_smaller_group_count_and_bytes_are_of_the_dtype():
     two = dist.new_group([0, 1])
     # Each rank is in as many groups as the others: by their number torch names the groups that
@@ -161,7 +162,7 @@ def test_the_ranks_of_a_smaller_group_count_and_bytes_are_of_the_dtype():
     assert sent == expected, f"{sent}"
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_an_object_is_its_bytes_and_its_size():
     with messages() as sent:
         dist.all_gather_object([None, None], b"x" * 1000)
@@ -184,7 +185,7 @@ def symmetric_memory():
         torch.ops.symm_mem.one_shot_all_reduce(ones(), "sum", "0")
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_what_cannot_be_counted_is_named():
     raises(AssertionError, "could not count c10d::allreduce_", sparse)
     raises(AssertionError, "could not count symm_mem::one_shot_all_reduce", symmetric_memory)
@@ -199,7 +200,7 @@ def nested():
         pass
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_contexts_follow_each_other_and_are_not_nested():
     raises(RuntimeError, "already a kernel registered", nested)
     with messages() as earlier:
@@ -260,8 +261,7 @@ WRAPPERS = {"torch ddp": (DistributedDataParallel, 2 * PSI),
             "zero3": (Zero3, (3 - 2 / 4) * PSI + AGREED)}
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_step_is_the_formula(wrapper, recomputed, W):

@@ -20,8 +20,8 @@ from dropin.ddp import DDP, PlainDDP
 from dropin.zero import PlainZero2, Zero1, Zero2, Zero3
 from oracle import average_gradients
 from tests.common import raises
-from tests.params import full
-from verify import adamw, fresh, fsdp2, gather, is_ours, same_bits, zoo_loss
+from judge.training import adamw, fresh, fsdp2, gather, is_ours, same_bits, zoo_loss
+from tests.ranks import on_ranks
 
 
 def sgd(parameters):
@@ -146,7 +146,6 @@ def rows_of(journeys, make=pytest.param):
     return rows
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("first, second, n_ranks, optimizer",
                          rows_of(JOURNEYS) + rows_of(OTHERS, full))
 def test_any_wrapper_reads_another(first, second, n_ranks, optimizer, groups, tmp_path):
@@ -223,10 +222,9 @@ OTHER_WHOLE_JOURNEYS = [("zero2", 3, "plain", 1), ("ddp", 2, "zero3", 4), ("zero
                         ("zero3", 1, "ddp", 4), ("ddp", 3, "plain", 1)]
 
 
-@pytest.mark.sample
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("first, n_first, second, n_second",
-                         [*WHOLE_JOURNEYS, *(full(*j) for j in OTHER_WHOLE_JOURNEYS)])
+                         [*WHOLE_JOURNEYS, *(*j for j in OTHER_WHOLE_JOURNEYS)])
 def test_whole_state_goes_anywhere(first, n_first, second, n_second, optimizer, groups, tmp_path):
     """Rank 0 has saved whole weights and whole optimizer state after two steps. Whatever loads them
     ends, two steps later, with the weights and the state, name by name, of a plain module that
@@ -284,8 +282,7 @@ def two_groups(parameters):
                              foreach=False, amsgrad=True)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 4)
+@on_ranks(2, 4)
 @pytest.mark.parametrize("kind", [DDP, Zero1, Zero2, Zero3])
 def test_whole_state_is_torchs(kind):
     """Of difficult parameters, to the name, shape, strides and bit; and of no step at all."""
@@ -329,7 +326,7 @@ def test_whole_state_is_torchs(kind):
     again.step()
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("kind", [DDP, Zero3])
 def test_whole_state_that_does_not_fit(kind):
     """Another number of groups, another name, another wrapper's parameters: nothing is loaded."""
@@ -361,7 +358,7 @@ class KeepsHistory(torch.optim.SGD):
             self.state[p]["history"] = [torch.ones_like(p)]
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [Zero1, Zero2, Zero3])
 def test_whole_state_of_other_optimizers(stage):
     """Adagrad, whose state is made in its constructor alone; one with lists, which is refused; a
@@ -390,7 +387,7 @@ FIRST_STEPS = [adamw, sgd, muon, torch.optim.NAdam, torch.optim.RAdam, torch.opt
                torch.optim.ASGD, partial(torch.optim.Adam, amsgrad=True)]
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 @pytest.mark.parametrize("kind", FIRST_STEPS, ids=lambda kind: getattr(kind, "__name__", "amsgrad"))
 def test_state_begins_as_it_would(kind):
     """State that sharded_state makes before the first step changes no bit of that step, or of the
@@ -411,7 +408,7 @@ def test_state_begins_as_it_would(kind):
     same_bits(*ends)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3", "torch_ddp", "fsdp2", "plain",
                                      "book_ddp", "book_zero1", "book_zero3"])
 def test_it_is_the_memory_that_is_trained(wrapper):
@@ -439,7 +436,7 @@ def test_it_is_the_memory_that_is_trained(wrapper):
             assert t.numel() == 0 or p.numel() == 0 or (t == 0.25).all()
 
 
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 def test_torchs_stage_1_is_read():
     """A ZeroRedundancyOptimizer has state of a part of the parameters: each rank saves its own."""
     model = DistributedDataParallel(fresh("gpt"))
@@ -472,7 +469,7 @@ class Eager(Lion):
     begins_with = -1.0
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 def test_optimizers_of_others_begin_with_zeros():
     """Or have to make a step first; so does SGD with dampening, whose first step is another one."""
     module = nn.Linear(3, 2)
@@ -544,7 +541,7 @@ class Counting(torch.optim.SGD):
                 self.state[p]["n_steps"] = 1
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_what_cannot_be_saved_is_refused():
     """By name, before anything is sent: parameters of another model, state that is no tensor, or
     has a shape of its own though the parameter is cut; parameters that have gaps in their memory;
@@ -583,7 +580,7 @@ def test_what_cannot_be_saved_is_refused():
     raises(ValueError, "take fully_shard", sharded_state, wrapped)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_other_dimensions_are_refused():
     """fully_shard can divide by another dimension than the first one: no slice of what is flat."""
     module = nn.Linear(8, 8)
@@ -596,7 +593,7 @@ def last_dimension(p):
     return dist.tensor.Shard(p.dim() - 1)
 
 
-@pytest.mark.ranks(2)
+@on_ranks(2)
 def test_names_are_those_of_the_bare_module():
     """Also where it has a child named module, or torch.compile has wrapped something."""
     class Tricky(nn.Module):

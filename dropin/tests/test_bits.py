@@ -13,9 +13,10 @@ import torch
 
 from tests import own
 from tests.common import native
-from tests.params import ROOT, slug
-from tests.ranks import device, Groups, Row, rows_of
-from verify import memory_is_the_formulas, PROOF, traffic_is_the_formulas
+from tests.common import ROOT
+from judge.ranks import device, Groups, Row, rows_of
+from judge.training import memory_is_the_formulas, PROOF, traffic_is_the_formulas
+from tests.ranks import on_ranks
 
 
 def parameters():
@@ -40,7 +41,7 @@ def what_counts(row):
     return dict(check=row["check"], kinds=kinds, W=row["W"])
 
 
-@pytest.mark.sample(1, of=what_counts)
+@on_ranks()
 @pytest.mark.parametrize("check, arguments, W", parameters())
 def test_proof(check, arguments):
     """W ranks have the bits of one process, of oracle.py and of torch's wrappers, and the bytes of
@@ -49,8 +50,7 @@ def test_proof(check, arguments):
     check(**arguments)
 
 
-@pytest.mark.sample
-@pytest.mark.ranks(2, 3)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("wrapper", ["ddp", "zero2", "zero3"])
 def test_traffic_of_native_collectives(wrapper):
     """Of torch's own all-gather and all-to-all, which accelerators have, a rank's own chunk does
@@ -67,7 +67,7 @@ def test_skipped_rows_say_why():
     assert not groups.of_size
 
 
-@pytest.mark.ranks(1)
+@on_ranks(1)
 def test_device_of_a_group():
     """A group on a CPU has its modules there, whatever accelerators the machine has."""
     assert device() == torch.device("cpu")
@@ -108,7 +108,7 @@ def loss(model, step, number):
 """
 
 
-@pytest.mark.full
+@on_ranks()
 @pytest.mark.parametrize("more, words, status, fact", [
     pytest.param("", ["--module", "own.py"], 0, " passed, 0 failed", id="module"),
     pytest.param("x = x + (dist.is_initialized() and dist.get_rank() == 1)", ["--module", "own.py"],
@@ -161,7 +161,7 @@ def wrap(module):
 """}
 
 
-@pytest.mark.sample
+@on_ranks()
 @pytest.mark.parametrize("folder", ["", "package/"])
 @pytest.mark.parametrize("words, fact", [
     pytest.param(["--module", "own.py", "W=2 zero2"], "1 passed, 0 failed", id="module"),

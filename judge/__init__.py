@@ -1,0 +1,1 @@
+"""Is your data parallelism right? `python -m judge mine.py`"""
