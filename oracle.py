@@ -42,7 +42,6 @@ the backward.
 """
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import math
@@ -390,9 +389,7 @@ def backward_of_all(module, step, micro_steps):
         backward_of(module, step, number, micro_steps)
         for p in module.parameters():
             product = p.grad * (1 / W)
-            if p in totals:
-                product = totals[p] + product
-            totals[p] = product
+            totals[p] = totals[p] + product if p in totals else product
             p.grad = None
     for p, total in totals.items():
         p.grad = total
@@ -400,8 +397,8 @@ def backward_of_all(module, step, micro_steps):
 
 def train(mode, micro_steps, device="cpu"):
     """Train a model for four steps -> (the hash of its parameters; the bytes that this rank holds
-    at the end of the last backward: parameters, gradients, Adam; the elements it sends in a step).
-    """
+    at the end of the last backward: parameters, gradients, Adam; the elements it sends in a step,
+    but for what ranks agree on in `average_gradients`)."""
     W, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     module = Model().to(device)
@@ -416,15 +413,20 @@ def train(mode, micro_steps, device="cpu"):
         gather_when_used(module, module.blocks)
     trained = [p.shard if is_sharded else p for p in module.parameters()]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=False)
+    noted_exchange = mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single)
+    noted_broadcast = mock.patch.object(dist, "broadcast", wraps=dist.broadcast)
     for step in range(4):
-        with elements_sent() as sent:
+        with noted_exchange as exchange, noted_broadcast as broadcast:
             if mode == "single":
                 backward_of_all(module, step, micro_steps)
             else:
                 for micro_step in range(micro_steps):
                     number = micro_step * W + rank  # one process would compute them in this order
                     backward_of(module, step, number, micro_steps)
-            held = bytes_held(module, trained, optimizer)
+            parameters = [*module.parameters(), *trained]
+            states = [state for p in trained for state in optimizer.state[p].values()]
+            held = (bytes_of(parameters), bytes_of(p.grad for p in parameters),
+                    bytes_of(t for t in states if t.dim() > 0))  # not the number of steps
             if mode == "ddp":
                 average_gradients(module)
             if mode == "1":
@@ -433,50 +435,26 @@ def train(mode, micro_steps, device="cpu"):
             optimizer.zero_grad()
             if mode in ("1", "2"):
                 gather_parameters(module)
+    sent = 0
+    for _, flat, _, sizes_to_send in (call.args for call in exchange.call_args_list):
+        sent += len(flat) - sizes_to_send[rank]
+    for call in broadcast.call_args_list:
+        if call.kwargs["group_src"] == rank:  # as if each message went straight to its rank
+            sent += (W - 1) * len(call.args[0])
     digest = hashlib.sha256()
     for p in module.parameters():
         whole = gather(p) if mode == "3" else p.detach()
         digest.update(whole.cpu().numpy().tobytes())
-    return digest.hexdigest()[:8], held, sum(sent)
+    return digest.hexdigest()[:8], held, sent
 
 
-def bytes_held(module, trained, optimizer):
-    """(of parameters, of gradients, of Adam's two averages); views of one memory count once."""
-    parameters = [*module.parameters(), *trained]
-    averages = []
-    for p in trained:
-        for name in ("exp_avg", "exp_avg_sq"):
-            averages.append(optimizer.state[p].get(name))  # None before the first step
-    of_kinds = []
-    for tensors in (parameters, [p.grad for p in parameters], averages):
-        memories = {}
-        for t in tensors:
-            if t is not None:
-                memories[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        of_kinds.append(sum(memories.values()))
-    return of_kinds
-
-
-@contextlib.contextmanager
-def elements_sent():
-    """A context -> a list, to which each collective in it adds what this rank sends. (What ranks
-    agree on in `average_gradients`, a number per parameter, is left out.)"""
-    W, rank = dist.get_world_size(), dist.get_rank()
-    exchange, broadcast = dist.all_to_all_single, dist.broadcast
-    sent = []
-
-    def counted_exchange(arriving, flat, sizes_to_receive, sizes_to_send, **options):
-        sent.append(len(flat) - sizes_to_send[rank])
-        exchange(arriving, flat, sizes_to_receive, sizes_to_send, **options)
-
-    def counted_broadcast(piece, group_src, **options):
-        if group_src == rank:  # counted as if each message went straight to its rank
-            sent.append((W - 1) * len(piece))
-        return broadcast(piece, group_src=group_src, **options)
-
-    with (mock.patch.object(dist, "all_to_all_single", counted_exchange),
-          mock.patch.object(dist, "broadcast", counted_broadcast)):
-        yield sent
+def bytes_of(tensors):
+    """Views of one memory count once."""
+    memories = {}
+    for t in tensors:
+        if t is not None:
+            memories[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+    return sum(memories.values())
 
 
 def main():
