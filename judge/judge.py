@@ -1,39 +1,41 @@
-"""The judge: is your data parallelism right? `python verify.py --wrapper mine.py`
+"""The judge: is your data parallelism right? `python -m judge mine.py`
 
-It trains modules of verify.py on W ranks, in what mine.py's wrap(module) returns, and compares the
+It trains small modules on W ranks, in what mine.py's wrap(module) returns, and compares the
 parameters after each step with those of one process, on every rank. In one process the gradient is
 the mean over all micro batches; there are several orders in which one may add and divide them, and
 each of these is right. The optimizer is SGD. Adam would hide a gradient that is too large by a
 factor, as it divides by its size; and from SGD's step the gradient can be read. (In some rows it is
 AdamW: SGD would hide parameters that are averaged in place of gradients.) Where a parameter is
-wrong, tests/hints.py says what that looks like.
+wrong, hints.py says what that looks like.
 
 `python verify.py --module own.py` asks the other question, of a module in our wrappers and torch's.
 """
 
-import contextlib
+import argparse
 import io
 import itertools
 import math
 import pathlib
+import re
 import sys
-from contextlib import contextmanager, nullcontext
+import types
+from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+import oracle
+import verify
 from judge.hints import Wrong
 from judge.measure import Chain, live_bytes
 from judge.messages import messages, NotCounted
-from judge.own import own_file, OwnFile
-from judge.ranks import check, device, Failure, grid, Groups, ranks_in_words, Row
-from judge.training import (compare, copy_of, dealt, formula_of_bytes, formula_of_traffic, fresh, is_same,
-                    loss_on_rank, make_optimizers, MAX_NORM, no_sync, OF_TORCH, plain_names,
-                    reference, STAGES, task_of, uncut, WRAPPERS)
+from judge.rows import chosen, LIMIT_S, print_names, Row, run_rows
+from judge.training import (copy_of, dealt, formula_of_bytes, formula_of_traffic, fresh, is_same,
+                            loss_on_rank, MAX_NORM, no_sync, plain_names, reference)
+from verify import device, Failure
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent  # of the project
 MODULES = ("gpt", "odd", "even", "batchnorm", "scaled", "experts", "caller", "lora", "again",
            "skipping")
 UNEVEN = ("odd", "experts", "skipping")  # ranks use different parameters
@@ -44,7 +46,9 @@ EPS = 2**-23  # fp32's rounding, relative to a number
 # After these steps whole(model) is called. It may do what a wrapper has to do before its next
 # forward, and then nobody sees that this is missing: so it is not called after the third.
 LOOKS = (1, 2, 4)
-IN_WRAP = "in wrap(module)"
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM, weight_decay=DECAY, foreach=False),
+    "AdamW": partial(torch.optim.AdamW, lr=LR, weight_decay=DECAY, foreach=False, fused=False)}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -67,8 +71,16 @@ def plain_optimizer(parameters, kind, **options):
     return kind(parameters, **options)
 
 
-def functions_of(module):
-    """What a file for --wrapper has, as a module, and what stands for the rest:
+class WrapRaised(Exception):
+    """It is a refusal, whatever wrap(module) has raised, as nothing has been done yet."""
+
+
+def opened(file):
+    """Execute a file -> (its functions, what it prints). This process is there for one row, and so
+    for one file. Its imports find what is beside it, such as a model.py of its own, before ours, as
+    if Python had started it.
+
+    Its functions, and what stands for those that it lacks:
 
     wrap(module) -> what is called as the module;
     after_backward(model): what has to be called after the last backward of a step;
@@ -81,38 +93,40 @@ def functions_of(module):
     clip(model, max_norm): by default model.clip_grad_norm_(max_norm) where there is one;
     optimizer(parameters, kind, **options): by default kind(parameters, **options).
     """
-    mine = SimpleNamespace(after_backward=no_after_backward, trained=all_parameters, whole=None,
-                           accumulate=no_sync, clip=None, optimizer=plain_optimizer)
-    actual = vars(module)
-    if "wrap" not in actual:
+    sys.argv = [file]
+    sys.stdout = printed = io.StringIO()
+    path = pathlib.Path(file).resolve()
+    sys.path.insert(0, str(path.parent))
+    ours = {place.stem for place in ROOT.iterdir()}
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ours:
+            del sys.modules[name]
+    module = types.ModuleType("mine")
+    module.__file__ = str(path)
+    sys.modules["mine"] = module  # where dataclasses and pickle look for what is in it
+    exec(compile(path.read_bytes(), module.__file__, "exec"), vars(module))
+    mine = types.SimpleNamespace(after_backward=no_after_backward, trained=all_parameters,
+                                 whole=None, accumulate=no_sync, clip=None,
+                                 optimizer=plain_optimizer)
+    if not hasattr(module, "wrap"):
         raise ValueError("the file has no function named wrap")
     for name in ("wrap", *vars(mine)):
-        if name in actual:
-            if not callable(actual[name]):
-                raise ValueError(f"{name} is no function")
-            setattr(mine, name, actual[name])
-    return mine
+        function = getattr(module, name, getattr(mine, name, None))
+        if hasattr(module, name) and not callable(function):
+            raise ValueError(f"{name} is no function")
+        setattr(mine, name, function)
+    return mine, printed
 
 
 def wrapped(mine, module):
     try:
         model = mine.wrap(module)
-    except Exception as error:  # of any type: it is a refusal, as nothing has been done yet
-        text = f"{IN_WRAP}, {type(error).__name__}: {error}"
-        raise AssertionError(text).with_traceback(error.__traceback__) from None
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise WrapRaised(text).with_traceback(error.__traceback__) from None
     if not callable(model):
         raise TypeError(f"wrap(module) has returned {type(model).__name__}, which cannot be called")
     return model
-
-
-@contextmanager
-def opened(file):
-    """Execute a file for --wrapper -> (its functions, a StringIO of what it prints). Each row does
-    it, so that the file's globals are as they are in a script."""
-    printed = io.StringIO()
-    with (mock.patch.object(sys, "argv", [file]), contextlib.redirect_stdout(printed),
-          OwnFile(file).imports() as module):
-        yield functions_of(module), printed
 
 
 def whole_parameters(mine, model, module, shapes):
@@ -161,7 +175,6 @@ def train(mine, name, micro_steps=1, clipped=False, other=None, optimizer="SGD")
 
     other: "parameters" or "buffers", which then begin with other values on ranks > 0; or None.
     """
-    task = task_of(name)
     module = fresh(name)
     shapes = {n: p.shape for n, p in module.named_parameters()}
     if other is not None and dist.get_rank() > 0:
@@ -169,18 +182,17 @@ def train(mine, name, micro_steps=1, clipped=False, other=None, optimizer="SGD")
             t.data.fill_(7)
     model = wrapped(mine, module)
     parameters = list(mine.trained(model))
-    kind, options = OPTIMIZERS[optimizer]
-    optimizer = mine.optimizer(parameters, kind, **options)
+    kind = OPTIMIZERS[optimizer]
+    optimizer = mine.optimizer(parameters, kind.func, **kind.keywords)
     actual = {}
     for step in range(1, LOOKS[-1] + 1):
-        backwards(mine, model, partial(loss_on_rank, task, model, step - 1), micro_steps)
+        backwards(mine, model, partial(loss_on_rank, model, step - 1), micro_steps)
         if clipped:
             clip(mine, model)
         optimizer.step()
         if step in LOOKS:
             actual[step] = whole_parameters(mine, model, module, shapes)
         zero_gradients(optimizer, model)
-    dist.barrier()  # what is left under way counts here, and not in the next row
     return actual
 
 
@@ -200,21 +212,6 @@ def zero_gradients(optimizer, model):
         model.zero_grad()
 
 
-OPTIMIZERS = {
-    "SGD": (torch.optim.SGD, dict(lr=LR, momentum=MOMENTUM, weight_decay=DECAY, foreach=False)),
-    "AdamW": (torch.optim.AdamW, dict(lr=LR, weight_decay=DECAY, foreach=False, fused=False))}
-
-
-def sgd(parameters):
-    kind, options = OPTIMIZERS["SGD"]
-    return kind(parameters, **options)
-
-
-def adamw(parameters):
-    kind, options = OPTIMIZERS["AdamW"]
-    return kind(parameters, **options)
-
-
 def orders(micro_steps):
     """The orders in which one may add the gradients of micro batches, as `reference` takes them."""
     W = dist.get_world_size()
@@ -228,8 +225,8 @@ def orders(micro_steps):
 def expected_of(name, groups, clipped, factor=None, optimizer="SGD"):
     """What `reference` returns. factor: each group is divided by it before the sum."""
     max_norm = MAX_NORM if clipped else math.inf
-    make = sgd if optimizer == "SGD" else adamw
-    return reference(name, groups, factor or dist.get_world_size(), make, max_norm, LOOKS[-1])
+    return reference(name, groups, factor or dist.get_world_size(), OPTIMIZERS[optimizer],
+                     max_norm, LOOKS[-1])
 
 
 def right_ones(name, micro_steps, clipped, optimizer):
@@ -248,12 +245,11 @@ def right_ones(name, micro_steps, clipped, optimizer):
 # the verdict of a rank
 
 
-@check(limit_s=20)
 def judged(file, name, micro_steps=1, clipped=False, other=None, optimizer="SGD"):
     """The parameters after a step are those of one process, to the bit or as close as fp32 rounds,
     on every rank. -> (verdict, what is seen, a hint, the step or 0)"""
-    with opened(file) as (mine, _):
-        actual = train(mine, name, micro_steps, clipped, other, optimizer)
+    mine, _ = opened(file)
+    actual = train(mine, name, micro_steps, clipped, other, optimizer)
     for right in right_ones(name, micro_steps, clipped, optimizer):
         if all_bits_are_same(actual, right):
             return "same bits", "", "", 0
@@ -353,15 +349,10 @@ MICRO_STEPS = 4
 PAPER = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 
 
-@check(limit_s=60)
 def holds_and_sends(file):
     """What a rank holds, in tensors that Python can reach, and what it sends, with AdamW, beside
     the formulas of the ZeRO paper. -> {what: number, or a text}"""
-    with opened(file) as (mine, _):
-        return measure(mine)
-
-
-def measure(mine):
+    mine, _ = opened(file)
     before = live_bytes()
     module = Chain(N_UNITS, WIDTH).to(device())
     n_parameters = sum(p.numel() for p in module.parameters())
@@ -433,7 +424,7 @@ def stage_of(held, W):
 
 
 # -------------------------------------------------------------------------------------------------
-# rows, and what they print
+# rows
 
 
 # Errors of a program that has not thought of a case, and not of one that refuses it.
@@ -443,31 +434,41 @@ CRASHES = ("AttributeError", "IndexError", "KeyError", "NameError", "TypeError",
 
 def outcome_of_failure(failure):
     """What a wrapper or torch raises is a refusal, unless it is a crash after wrap()."""
-    fact = str(failure).splitlines()[0][:300]
-    if failure.how != "raised":
-        return failure.how, fact
+    fact = " ".join(str(failure).split())[:300]
+    if re.match(r"rank \d+ hangs: ", fact):
+        return "hung", fact
     _, _, error = fact.partition(": ")
-    return ("died" if error.startswith(CRASHES) else "refused"), fact
+    has_died = re.match(r"rank \d+ has died", fact) or error.startswith(CRASHES)
+    return ("died" if has_died else "refused"), fact
 
 
 class Verdicts:
     """Of a file's rows. Where a row clips, or begins with other values, what is wrong has another
     reason if it is wrong without that, too."""
 
-    def __init__(self):
+    def __init__(self, file):
+        self.file = file
         self.outcomes = {}  # {(module, W): the outcome of its simplest row}
 
-    def row(self, file, W, name, **options):
-        arguments = dict(file=file, name=name, **options)
-        return Row(judged, W, arguments, outcome_of=partial(self.outcome_of, W, name, options))
+    def row(self, W, name, **options):
+        outcome_of = partial(self.outcome_of, W, name, options)
+        return Row(judged, W, self.file, dict(name=name, **options), outcome_of)
 
     def outcome_of(self, W, name, options, answers, failure):
         """The worst of the ranks' verdicts on a module, the earliest step first."""
-        outcome, text, hint = self.worst(answers, failure)
-        if not options:
-            self.outcomes[name, W] = outcome
-        is_right_without = self.outcomes.get((name, W)) in ("same bits", "close")
+        hint = ""
+        if failure is not None:
+            outcome, text = outcome_of_failure(failure)
+        else:
+            order = ("wrong", "close", "same bits")
+            worst = min(answers, key=lambda answer: (order.index(answer[0]), answer[3]))
+            outcome, text, hint, step = worst
         if outcome == "wrong":
+            # Others may be as wrong by another number.
+            alike = [str(rank) for rank, answer in enumerate(answers)
+                     if (answer[0], answer[3]) == (outcome, step)]
+            text = f"rank{'s' if len(alike) > 1 else ''} {', '.join(alike)}, {text}"
+            is_right_without = self.outcomes.get((name, W)) in ("same bits", "close")
             for option, value in options.items():
                 special = value if option == "other" else option
                 if is_right_without and special in HINTS:
@@ -475,123 +476,94 @@ class Verdicts:
         elif outcome in ("hung", "died") and name in UNEVEN:
             hint = ("here ranks use different parameters: do all ranks start the same collectives, "
                     "in one order, also where a .grad is None?")
+        if not options:
+            self.outcomes[name, W] = outcome
         return outcome, ": ".join(part for part in (text, hint) if part)
 
-    def worst(self, answers, failure):
-        if failure is not None:
-            return *outcome_of_failure(failure), ""
-        order = ("wrong", "close", "same bits")
-        worst = min(answers, key=lambda answer: (order.index(answer[0]), answer[3]))
-        outcome, text, hint, step = worst
-        alike = []  # ranks that are as wrong, maybe by another number
-        for rank, answer in enumerate(answers):
-            if (answer[0], answer[3]) == (outcome, step):
-                alike.append(rank)
-        if outcome == "wrong":
-            text = f"{ranks_in_words(alike)}, {text}"
-        return outcome, text, hint
 
-
-@check(limit_s=30)
-def try_out_wrapper(file):
+def try_out(file):
     """Some steps of a simple module -> (whether there is something that clips, the first line that
     the file prints)"""
-    with contextlib.redirect_stderr(io.StringIO()), opened(file) as (mine, printed):
-        model = wrapped(mine, fresh("scaled"))
-        if not list(mine.trained(model)) and dist.get_world_size() == 1:
-            raise ValueError("trained(model) has no parameters")
-        actual = train(mine, "scaled", micro_steps=2)
-        if all(is_same(p, actual[2][name]) for name, p in actual[1].items()):
-            raise ValueError("whole(model) has not changed in a step: is it of the module that was "
-                             "trained, or of a copy?")
-        clips = mine.clip is not None or hasattr(model, "clip_grad_norm_")
+    sys.stderr = io.StringIO()
+    mine, printed = opened(file)
+    model = wrapped(mine, fresh("scaled"))
+    if not list(mine.trained(model)) and dist.get_world_size() == 1:
+        raise ValueError("trained(model) has no parameters")
+    actual = train(mine, "scaled", micro_steps=2)
+    if all(is_same(p, actual[2][name]) for name, p in actual[1].items()):
+        raise ValueError("whole(model) has not changed in a step: is it of the module that was "
+                         "trained, or of a copy?")
+    clips = mine.clip is not None or hasattr(model, "clip_grad_norm_")
     return clips, printed.getvalue().strip().partition("\n")[0]
 
 
-def tried(function, file, kind, W=1):
-    """What a function of the file returns on rank 0, before there are rows."""
+def tried(file, kind="cpu", seconds=LIMIT_S):
+    """What try_out returns on rank 0. Failure, if the file cannot be judged."""
     if not pathlib.Path(file).is_file():
-        raise Failure("raised", "there is no such file")
-    groups = Groups(kind)
+        raise Failure("there is no such file")
     try:
-        answer, *_ = groups.run(function, dict(file=file), W, function.limit_s)
-    finally:
-        groups.kill()
+        [answer] = verify.run(1, try_out, file, kind=kind, seconds=seconds)
+    except Failure as failure:
+        if WrapRaised.__name__ not in str(failure):
+            raise
+        answer, _ = verify.run(2, try_out, file, kind=kind)  # it may want more than one rank
     return answer
 
 
-def rows_of_wrapper(file, kind):
-    """{claim: rows} for --wrapper. Raises Failure if the file cannot be judged."""
-    try:
-        clips, printed = tried(try_out_wrapper, file, kind)
-    except Failure as failure:
-        if IN_WRAP not in str(failure):
-            raise
-        clips, printed = tried(try_out_wrapper, file, kind, W=2)  # it may want more than one rank
+def rows_of_wrapper(file, kind="cpu"):
+    """{claim: rows}. Failure, if the file cannot be judged."""
+    clips, printed = tried(file, kind)
     if printed:
         print(f"What the file prints is not shown, such as: {printed}\n")
-    worlds = (1, 2, 3, 4)
-    judgements = grid(W=worlds, name=MODULES)
+    verdicts = Verdicts(file)
+
+    def rows(names, worlds=(1, 2, 3, 4), **options):
+        return [verdicts.row(W, name, **options) for W in worlds for name in names]
+
     claims = {
-        "Do W ranks end on the bits of one process, or as close as fp32 rounds?": judgements,
-        "Also with two micro-steps?": [dict(row, micro_steps=2) for row in judgements],
-        "Also with AdamW?": grid(W=worlds, name=("scaled",), optimizer=("AdamW",)),
-        "Do ranks that begin with other values take those of rank 0?": [
-            *grid(W=worlds[1:], name=("scaled", "lora"), other=("parameters",)),
-            *grid(W=worlds[1:], name=("scaled",), other=("buffers",))]}
+        "Do W ranks end on the bits of one process, or as close as fp32 rounds?": rows(MODULES),
+        "Also with two micro-steps?": rows(MODULES, micro_steps=2),
+        "Also with AdamW?": rows(["scaled"], optimizer="AdamW"),
+        "Do ranks that begin with other values take those of rank 0?":
+            rows(["scaled", "lora"], (2, 3, 4), other="parameters")
+            + rows(["scaled"], (2, 3, 4), other="buffers")}
     if clips:
-        claims["Are gradients clipped by the norm of all of them?"] = grid(
-            W=worlds, name=("gpt", "lora"), clipped=(True,))
-    verdicts = Verdicts()
-    parts = {claim: [verdicts.row(file, **row) for row in rows] for claim, rows in claims.items()}
-    parts["What does a rank hold and send, beside the formulas, for Psi parameters?"] = [
-        Row(holds_and_sends, W, dict(file=file), outcome_of=outcome_of_measuring) for W in (2, 4)]
-    return parts
+        claims["Are gradients clipped by the norm of all of them?"] = rows(["gpt", "lora"],
+                                                                           clipped=True)
+    claims["What does a rank hold and send, beside the formulas, for Psi parameters?"] = [
+        Row(holds_and_sends, W, file, {}, outcome_of_measuring) for W in (2, 4)]
+    return claims
 
 
 # -------------------------------------------------------------------------------------------------
-# a module, in wrappers
+# the command
 
 
-@check(limit_s=600)
-def own_module(wrapper, file):
-    """For --module: the module of a file has the bits of one process in each of three steps."""
-    with own_file(file).imports():
-        compare_wrapped(wrapper, file)
-
-
-def compare_wrapped(wrapper, file):
-    task = task_of(file)
-
-    def wrap(module):
-        options = {}
-        if task.units is not None and wrapper in (*STAGES, "fsdp2"):
-            options["units"] = task.units(module)
-        if task.uncut is not None and wrapper in STAGES:
-            return uncut(STAGES[wrapper], module, task.uncut(module), **options)
-        return WRAPPERS[wrapper](module, **options)
-
-    # Not all of torch's wrappers have set_gradient_divide_factor().
-    compare(wrap, file, wrapper, factor=None if wrapper in OF_TORCH else 1)
-
-
-@check(limit_s=600)
-def try_out_module(file):
-    """A step of the module of a file, in one process."""
-    with own_file(file).imports():
-        task = task_of(file)
-        module = fresh(file)
-        make_optimizers(task.optimizer, module.parameters())
-        task.loss(module, 0, 0).backward()
-
-
-def rows_of_module(file, kind):
-    """{claim: rows} for --module. Raises Failure if it cannot be trained. Torch's wrappers do not
-    count: from W = 3 on they add in another order."""
-    tried(try_out_module, file, kind)
-    rows = []
-    for W in (1, 2, 3):
-        for wrapper in ("naive", "ddp", *STAGES, *OF_TORCH):
-            arguments = dict(wrapper=wrapper, file=file)
-            rows.append(Row(own_module, W, arguments, counts=wrapper not in OF_TORCH))
-    return {"The module ends on the bits of one process, in any wrapper": rows}
+def main():
+    parser = argparse.ArgumentParser(prog="judge", description=__doc__.split("\n\n")[0])
+    parser.add_argument("file", metavar="mine.py", help="it has a function wrap(module)")
+    parser.add_argument("names", nargs="*", metavar="NAME",
+                        help="only rows whose name has NAME in it, such as 'W=2 gpt'")
+    parser.add_argument("--list", action="store_true", help="list what is asked, names of rows")
+    parser.add_argument("--device", metavar="KIND", default="cpu",
+                        help="cpu, or an accelerator, such as cuda: ranks share it [cpu]")
+    options = parser.parse_intermixed_args()
+    kinds = ["cpu"]
+    if options.device != "cpu":
+        [kinds] = verify.run(1, oracle.kinds_of_devices)  # this process must not use one
+    if options.device not in kinds:
+        parser.exit(2, f"judge: --device {options.device} is not on this machine: choose "
+                       f"{' or '.join(kinds)}\n")
+    try:
+        claims = rows_of_wrapper(options.file, options.device)
+    except Failure as failure:
+        fact = " ".join(str(failure).removeprefix("rank 0: ").split())
+        parser.exit(2, f"judge: {options.file}: {fact[:500]}\n")
+    claims = chosen(claims, options.names)
+    if not claims:
+        parser.exit(2, f"judge: no row has a name with {' or '.join(options.names)}: --list shows "
+                       f"names\n")
+    if options.list:
+        print_names(claims)
+        return 0
+    return 1 if run_rows(claims, options.device) else 0

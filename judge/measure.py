@@ -1,4 +1,4 @@
-"""How bytes are measured: of which modules, in which steps, by what. verify.py has the formulas."""
+"""How bytes are measured: of which modules, in which steps, by what. training.py has formulas."""
 
 import gc
 import re
@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
-from judge.ranks import device
+from verify import device
 
 
 # -------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ compare.
 the ranks of a group, in a wrapper. `compare` asserts that both have the same bits.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -23,12 +22,10 @@ import ddp
 import oracle
 from dropin import DDP, Zero1, Zero2, Zero3
 from judge.hints import difference
-from judge.own import on_device, own_file
-from judge.zoo import MODULES, ZOO
+from judge.zoo import ZOO
 from verify import device
 
 STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
-OF_TORCH = ("torch ddp", "fsdp2")
 
 
 def adamw(parameters, kind=torch.optim.AdamW, foreach=False, **options):
@@ -52,41 +49,13 @@ def zoo_loss(model, step, number):
     return model(x, (step + number) % 3)
 
 
-@dataclasses.dataclass
-class Task:
-    """What is trained. A file for --module has functions of these names, the last three if needed:
-    module(), which builds it; loss(model, step, number) of a micro batch; optimizer(parameters),
-    which returns one, or a list, and is given parameters in the order of module.parameters();
-    units(model), for the stages and FSDP2; uncut(model), for the stages. The file need not know of
-    devices: see `on_device`."""
-    module: object
-    loss: object
-    optimizer: object = adamw
-    units: object = None
-    uncut: object = None
-
-
-def task_of(name):
-    """Of a module of the zoo, or of a file, whose imports are open."""
-    if name in ZOO:
-        return Task(ZOO[name], zoo_loss)
-    in_file = vars(own_file(name).module)
-    for needed in ("module", "loss"):
-        if needed not in in_file:
-            raise ValueError(f"the file has no function named {needed}")
-    names = [field.name for field in dataclasses.fields(Task)]
-    task = Task(**{name: in_file[name] for name in names if name in in_file})
-    task.loss = partial(on_device, task.loss)
-    return task
-
-
 def fresh(name):
     torch.manual_seed(0)
-    return task_of(name).module().to(device())
+    return ZOO[name]().to(device())
 
 
 # -------------------------------------------------------------------------------------------------
-# 3. wrappers: what is compared with one process
+# wrappers: what is compared with one process
 
 
 def fsdp2(module, policy=MixedPrecisionPolicy(), units=None):
@@ -130,7 +99,7 @@ WRAPPERS = {
 
 
 # -------------------------------------------------------------------------------------------------
-# 4. the reference: one process, a plain loop
+# the reference: one process, a plain loop
 
 STEPS = 3  # what a step leaves behind shows in the next ones
 MAX_NORM = 0.05  # less than most norms
@@ -154,8 +123,8 @@ def redundancy(parameters):
 
 
 def make_optimizers(make, parameters):
-    """make(parameters) returns an optimizer, or a list of them. -> a list"""
-    made = make(p for p in parameters if p.requires_grad)
+    """make(parameters), AdamW unless given, returns an optimizer, or a list of them. -> a list"""
+    made = (make or adamw)(p for p in parameters if p.requires_grad)
     return made if isinstance(made, list) else [made]
 
 
@@ -171,8 +140,7 @@ def reference(name, groups, factor, optimizer=None, max_norm=MAX_NORM, steps=STE
     batches of that, and clips it to max_norm. optimizer: as of `distributed`.
     """
     module = fresh(name)
-    task = task_of(name)
-    optimizers = make_optimizers(optimizer or task.optimizer, module.parameters())
+    optimizers = make_optimizers(optimizer, module.parameters())
     divide_by = sum(len(numbers) for numbers in groups) / factor  # what is left to divide by
     expected = {}
     contributions = {}
@@ -182,7 +150,7 @@ def reference(name, groups, factor, optimizer=None, max_norm=MAX_NORM, steps=STE
         for numbers in groups:
             module.zero_grad()  # sets None, so that the gradients before stay as they are
             for number in numbers:
-                task.loss(module, step, number).backward()
+                zoo_loss(module, step, number).backward()
             named = module.named_parameters()
             of_groups.append({n: p.grad for n, p in named if p.grad is not None})
         gradients = []
@@ -210,7 +178,7 @@ def reference(name, groups, factor, optimizer=None, max_norm=MAX_NORM, steps=STE
 
 
 # -------------------------------------------------------------------------------------------------
-# 5. the same on W ranks, in a wrapper
+# the same on W ranks, in a wrapper
 
 
 def distributed(wrap, name, micro_steps=1, each_synced=False, factor=None, odd_step=None,
@@ -223,10 +191,9 @@ def distributed(wrap, name, micro_steps=1, each_synced=False, factor=None, odd_s
         last; False: all but the last are in no_sync(), by which a rank adds its own first.
     factor: of set_gradient_divide_factor(); None: not called, so that it is W.
     odd_step: what a script does in a step, in place of micro-steps: odd_step(model, loss).
-    optimizer: a function of parameters that returns one, or a list; None: the task's, AdamW.
+    optimizer: a function of parameters that returns one, or a list; None: AdamW.
     buffers: whether the module's buffers count, which differ from rank to rank.
     """
-    task = task_of(name)
     module = fresh(name)
     if dist.get_rank() > 0:  # a wrapper has to begin with rank 0's values on all ranks
         for t in itertools.chain(module.parameters(), module.buffers()):
@@ -234,12 +201,12 @@ def distributed(wrap, name, micro_steps=1, each_synced=False, factor=None, odd_s
     model = wrap(module)
     if factor is not None:
         model.set_gradient_divide_factor(factor)
-    optimizers = make_optimizers(optimizer or task.optimizer, model.parameters())
+    optimizers = make_optimizers(optimizer, model.parameters())
     divide_by = micro_steps if factor is None else micro_steps * dist.get_world_size() / factor
     norms = {}
     kept = {}  # {what: (name, gradient)}
     for step in range(STEPS):
-        loss = partial(loss_on_rank, task, model, step)
+        loss = partial(loss_on_rank, model, step)
         if odd_step is None:
             accumulate(model, loss, micro_steps, each_synced)
         else:
@@ -262,9 +229,8 @@ def distributed(wrap, name, micro_steps=1, each_synced=False, factor=None, odd_s
     return trained
 
 
-def loss_on_rank(task, model, step, micro_step):
-    rank, W = dist.get_rank(), dist.get_world_size()
-    return task.loss(model, step, micro_step * W + rank)
+def loss_on_rank(model, step, micro_step):
+    return zoo_loss(model, step, micro_step * dist.get_world_size() + dist.get_rank())
 
 
 def accumulate(model, loss, micro_steps, each_synced):
@@ -354,7 +320,7 @@ def gather(value, group=None):
 
 
 # -------------------------------------------------------------------------------------------------
-# 6. the same bits
+# the same bits
 
 
 def same_bits(expected, actual, where="", contributions=()):
@@ -385,7 +351,7 @@ def is_same(a, b):
 
 
 # -------------------------------------------------------------------------------------------------
-# 7. the rows that are compared: modules x wrappers x world sizes
+# one process and W ranks compared
 
 
 @contextmanager
@@ -412,19 +378,6 @@ def dealt(W, micro_steps, each_synced):
 FLAT = ("gpt", "odd", "mixed", "lora")
 ORDERS = ("experts", "caller", "again", "skipping")  # units in another order on each rank
 SUMS = ("odd", "mixed")  # strides, dtypes, and parameters that some ranks have not used
-# What the stages of oracle.py can take. Not "odd", "experts" and "skipping", in which ranks use
-# different parameters or units; a weight of "odd" is not contiguous, either: see `Even`.
-BY_HAND_TAKES = ("gpt", "even", "mixed", "lora", "caller", "again", "recomputed")
-
-
-def names_of(modules):
-    """Of a row."""
-    return MODULES if modules == "all modules" else modules
-
-
-def trains(W, wrapper, *modules, **options):
-    """A row: these modules, or all, in a wrapper on W ranks."""
-    return dict(W=W, wrapper=wrapper, modules=modules or "all modules", **options)
 
 
 def compare(wrap, name, where, micro_steps=1, each_synced=False, factor=1, optimizer=None):
@@ -440,7 +393,7 @@ def compare(wrap, name, where, micro_steps=1, each_synced=False, factor=1, optim
 
 
 # -------------------------------------------------------------------------------------------------
-# 8. formulas of bytes: what a rank receives, and what it holds
+# formulas of bytes: what a rank receives, and what it holds
 
 
 def formula_of_traffic(mode, micro_steps, still_whole=0):
@@ -471,5 +424,3 @@ def formula_of_bytes(mode, W, param_bytes=4, reduce_bytes=4):
         parameters += shard
     gradients = 4 if mode == "zero1" and reduce_bytes == 4 else shard
     return parameters, gradients, 2 * shard
-
-

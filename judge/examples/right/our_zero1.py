@@ -1,4 +1,4 @@
-"""Zero1 of zero.py: optimizer states are sharded."""
+"""Zero1 of dropin: optimizer states are sharded."""
 
 from dropin.zero import Zero1
 

@@ -1,4 +1,4 @@
-"""Zero2 of zero.py: optimizer states and gradients are sharded."""
+"""Zero2 of dropin: optimizer states and gradients are sharded."""
 
 from dropin.zero import Zero2
 

@@ -1,4 +1,4 @@
-"""Zero3 of zero.py: optimizer states, gradients and parameters are sharded."""
+"""Zero3 of dropin: optimizer states, gradients and parameters are sharded."""
 
 from dropin.zero import Zero3
 

@@ -1,4 +1,4 @@
-"""PlainZero1 of zero.py, the algorithm alone, with StateDicts, which gathers whole parameters.
+"""PlainZero1 of dropin, the algorithm alone, with StateDicts, which gathers whole parameters.
 
 In each backward every trained parameter has to get a gradient, on all ranks. All ranks call their
 units in one order."""

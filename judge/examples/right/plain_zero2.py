@@ -1,4 +1,4 @@
-"""PlainZero2 of zero.py, the algorithm alone, with StateDicts, which gathers whole parameters.
+"""PlainZero2 of dropin, the algorithm alone, with StateDicts, which gathers whole parameters.
 
 In each backward every trained parameter has to get a gradient, on all ranks. All ranks call their
 units in one order."""
