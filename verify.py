@@ -386,6 +386,7 @@ def formulas_of_the_paper(wrapper: str, micro_steps: int):
 
 def bytes_alive() -> int:
     """Of all tensors that Python can reach, each memory once."""
+    time.sleep(0.05)  # for threads to let go of what they have sent
     gc.collect()
     memories = {}
     for t in gc.get_objects():

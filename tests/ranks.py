@@ -13,6 +13,7 @@ import functools
 import inspect
 
 import pytest
+import torch.distributed as dist
 
 import verify
 
@@ -42,3 +43,10 @@ def on_ranks(*numbers: int, seconds: float = 60):
         return pytest.mark.parametrize("W", numbers, ids=[f"W{W}" for W in numbers])(test)
 
     return mark
+
+
+def gather(value, group=None) -> list:
+    """[rank 0's value, rank 1's, ...]"""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

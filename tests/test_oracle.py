@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 import oracle
-from tests.ranks import on_ranks
-from verify import gather
+from tests.ranks import gather, on_ranks
 
 
-@pytest.mark.parametrize("W", [1, 2, 3, 4])
+@on_ranks(1, 2, 3)
 def test_oracle_has_one_hash():
     """`python oracle.py` prints one hash for all modes if a step has one micro-step; two if it has
     two, for `ddp` and 1, and for `single`, 2 and 3; and bytes and elements as the paper has them,
@@ -46,6 +45,43 @@ def test_oracle_has_one_hash():
         assert (hashes["ddp"] == hashes["2"]) == (micro_steps == 1 or W == 1), hashes
 
 
+@on_ranks(3)
+def test_sums_of_16_bits_are_made_in_32():
+    """256 + 1 + 1 is 258, and in bf16 256."""
+    flat = torch.full((6,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
+    for earlier, expected in ((None, 258.0), (torch.full((2,), 2.0, dtype=torch.bfloat16), 260.0)):
+        total = oracle.reduce_scatter(flat, earlier)
+        assert total.tolist() == [expected] * 2 and total.dtype == torch.bfloat16, total
+
+
+@on_ranks(2)
+def test_parameters_that_some_ranks_have_not_used():
+    """They count as zero there; who is used by no rank keeps None, who is frozen what it has."""
+    module = torch.nn.Module()
+    for name in ("all", "some", "none", "frozen"):
+        module.register_parameter(name, torch.nn.Parameter(torch.ones(3)))
+    module.frozen.requires_grad_(False)
+    module.all.grad = torch.full((3,), 2.0 + 2 * dist.get_rank())
+    if dist.get_rank() == 1:
+        module.some.grad = torch.full((3,), 5.0)
+    oracle.average_gradients(module)
+    assert module.all.grad.tolist() == [3.0] * 3 and module.some.grad.tolist() == [2.5] * 3
+    assert module.none.grad is None and module.frozen.grad is None
+    oracle.average_gradients(torch.nn.ReLU())  # there is nothing to do
+
+
+@on_ranks(3)
+def test_shards_have_as_many_dimensions_as_parameters():
+    """Many scripts let only parameters of two dimensions decay."""
+    module = torch.nn.Conv2d(2, 5, 3)
+    module.bias.requires_grad_(False)
+    oracle.make_shards(module)
+    n = (30, 30, 30)[dist.get_rank()]
+    assert module.weight.shard.shape == (n, 1, 1, 1) and module.weight.shard.requires_grad
+    assert module.bias.shard.shape == ((2, 2, 1)[dist.get_rank()],)
+    assert not module.bias.shard.requires_grad
+
+
 @on_ranks(2)
 def test_oracle_frees_what_it_has_saved():
     """In stage 3 an output that its own node has saved, as tanh's, goes with the graph."""
@@ -66,7 +102,7 @@ def test_oracle_takes_a_group():
     group = dist.new_group([0, 1])
     module = torch.nn.Linear(1, 1, bias=False)
     if rank < 2:
-        module.weight.grad = torch.((1, 1), rank + 1.0)
+        module.weight.grad = torch.full((1, 1), rank + 1.0)
         oracle.average_gradients(module, group)
         assert module.weight.grad == 1.5, f"{module.weight.grad} is not the mean of 1 and 2"
     others = dist.new_group([1, 2])
@@ -98,8 +134,7 @@ def test_oracle_begins_with_the_values_of_rank_0(mode):
 
     with mock.patch.object(torch, "manual_seed", seed_by_rank):
         digest, _, _ = oracle.train(mode, micro_steps=1)
-    digests = [None] * 2
-    dist.all_gather_object(digests, digest)
+    digests = gather(digest)
     assert digests[0] == digests[1] and drawn, digests
 
 
