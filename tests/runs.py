@@ -1,8 +1,9 @@
 """train.py: runs, and faults planted in them.
 
-A run is `python train.py FLAGS`, or what torchrun makes of it, in processes forked from the
-server. Before train.py begins, a plant may change what it finds: an optimizer whose second update
-kills the process, a loss that becomes nan. A plant is a function that can be pickled.
+A run is `python train.py FLAGS`, or what torchrun makes of it, in processes forked from pytest's
+own, which has loaded torch. Before train.py begins, a plant may change what it finds: an optimizer
+whose second update kills the process, a loss that becomes nan. So pytest's process must start no
+process group, and run no backward: what these leave behind would be in every fork.
 """
 
 import dataclasses
@@ -10,7 +11,7 @@ import gc
 import importlib.machinery
 import itertools
 import json
-import multiprocessing.forkserver
+import multiprocessing
 import os
 import pathlib
 import re
@@ -22,12 +23,19 @@ import time
 import types
 from unittest import mock
 
+import fsspec.core  # noqa: F401 - what torch imports late is imported once, not by each run
+import numpy.ma  # noqa: F401
 import torch
+import torch._dynamo
 import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.checkpoint._fsspec_filesystem
+import torch.distributed.fsdp.sharded_grad_scaler
+import torch.distributed.optim
 import torch.nn.functional as F
 
+import train  # noqa: F401
 from tests.common import ROOT
-
 
 # A rate so high, and constant, that any difference shows in the hash after four steps. Everything
 # is evaluated and compared over ranks in each of them.
@@ -35,9 +43,9 @@ TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=1, g
             max_steps=4, device="cpu", min_lr=0.01, warmup_steps=2, eval_steps=2, eval_interval=1,
             lr=0.01, sample_tokens=4, save_interval=0, check_interval=1, dataset=ROOT / "verify.py")
 LIMIT_S = 60  # of a run
-# Compiled once, in the server: that takes as long as a run's steps.
+# Compiled once: that takes as long as a run's steps.
 TRAIN = importlib.machinery.SourceFileLoader("train", str(ROOT / "train.py")).get_code("train")
-FORK = multiprocessing.get_context("forkserver")  # whose server plugin.py has started
+FORK = multiprocessing.get_context("fork")
 
 
 def flags(**options):
@@ -59,9 +67,10 @@ def execute(argv, folder, environment, plant):
     """train.py in this process, as `python train.py argv` runs it; its output goes to files."""
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+        setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))  # not pytest's
     os.environ.update(environment)
     sys.argv = ["train.py", *map(str, argv)]
-    gc.freeze()  # a collection would touch, and so copy, all that the server has loaded
+    gc.freeze()  # a collection would touch, and so copy, all that pytest has loaded
     plant()
     main = types.ModuleType("__main__")
     main.__file__ = str(ROOT / "train.py")
@@ -96,60 +105,82 @@ class Run:
         return "; ".join(facts)
 
 
+class Started:
+    """A run that goes on while a test looks at it. A context, which leaves no process."""
+
+    def __init__(self, out_dir, W=1, plant=nothing, argv=None, **options):
+        """As run_train."""
+        words = flags(out_dir=out_dir, **options) if argv is None else argv
+        self.folder = pathlib.Path(tempfile.mkdtemp())
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.processes = []
+        for rank in range(W):
+            (self.folder / str(rank)).mkdir()
+            environment = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(W),
+                               LOCAL_WORLD_SIZE=str(W), MASTER_ADDR="localhost",
+                               MASTER_PORT=str(self.store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+            arguments = words, str(self.folder / str(rank)), environment if W > 1 else {}, plant
+            self.processes.append(FORK.Process(target=execute, args=arguments))
+            self.processes[-1].start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        shutil.rmtree(self.folder)
+
+    def wait_for(self, path):
+        """Until a plant has written a file -> what is in it."""
+        while not (path.exists() and path.read_text()):
+            assert any(process.is_alive() for process in self.processes), str(self.end())
+            time.sleep(0.01)
+        return path.read_text()
+
+    def end(self):
+        """Wait for it -> a Run."""
+        start_s = time.monotonic()
+        self._wait()
+        seconds = time.monotonic() - start_s
+        run = Run([], [], [])
+        for rank, process in enumerate(self.processes):
+            is_late = process.exitcode is None
+            process.kill()
+            process.join()
+            note = f"the tests: killed after {seconds:.0f} s" if is_late else ""
+            printed = self.folder / str(rank)
+            run.codes.append(process.exitcode)
+            run.stdout.append((printed / "stdout").read_text(errors="replace"))
+            run.stderr.append((printed / "stderr").read_text(errors="replace") + note)
+        return run
+
+    def _wait(self):
+        """As torchrun does: soon after a rank has failed send SIGTERM to the others."""
+        deadline = time.monotonic() + LIMIT_S
+        has_sent_sigterm = False
+        while time.monotonic() < deadline:
+            codes = [process.exitcode for process in self.processes]
+            if None not in codes:
+                return
+            if any(codes) and not has_sent_sigterm:
+                time.sleep(0.5)  # those that end by themselves may do so
+                has_sent_sigterm = True
+                deadline = time.monotonic() + 4
+                for process in self.processes:
+                    process.terminate()
+            time.sleep(0.005)
+
+
 def run_train(out_dir, W=1, plant=nothing, argv=None, **options):
-    """Run train.py on W ranks as torchrun starts them or, with W = 1, as python does; forked from
-    the server, which takes a tenth of the time. -> a Run.
+    """Run train.py on W ranks as torchrun starts them or, with W = 1, as python does. -> a Run.
 
-    plant: called first on every rank. argv: instead of options. As torchrun, sends SIGTERM to the
-    others soon after a rank has failed, and SIGKILL to what is left 4 s later, or after a minute in
-    all.
+    plant: called first on every rank. argv: instead of options. Soon after a rank has failed the
+    others get SIGTERM, as from torchrun; SIGKILL what is left 4 s later, or after a minute in all.
     """
-    words = flags(out_dir=out_dir, **options) if argv is None else argv
-    folder = pathlib.Path(tempfile.mkdtemp())
-    processes = []
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    for rank in range(W):
-        (folder / str(rank)).mkdir()
-        environment = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(W),
-                           LOCAL_WORLD_SIZE=str(W), MASTER_ADDR="localhost",
-                           MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
-        arguments = words, str(folder / str(rank)), environment if W > 1 else {}, plant
-        process = FORK.Process(target=execute, args=arguments)
-        process.start()
-        # Or another thread's next start() may read the exit code first, and here it would be 255.
-        multiprocessing.process._children.discard(process)
-        processes.append(process)
-    start_s = time.monotonic()
-    wait_for_end(processes)
-    seconds = time.monotonic() - start_s
-    run = Run([], [], [])
-    for rank, process in enumerate(processes):
-        is_late = process.exitcode is None
-        process.kill()
-        process.join()
-        note = f"the tests: killed after {seconds:.0f} s" if is_late else ""
-        run.codes.append(process.exitcode)
-        run.stdout.append((folder / str(rank) / "stdout").read_text(errors="replace"))
-        run.stderr.append((folder / str(rank) / "stderr").read_text(errors="replace") + note)
-    shutil.rmtree(folder)
-    return run
-
-
-def wait_for_end(processes):
-    """Wait until all have ended, or their time is over."""
-    deadline = time.monotonic() + LIMIT_S
-    has_sent_sigterm = False
-    while time.monotonic() < deadline:
-        codes = [process.exitcode for process in processes]
-        if None not in codes:
-            return
-        if any(codes) and not has_sent_sigterm:
-            time.sleep(0.5)  # those that end by themselves may do so
-            has_sent_sigterm = True
-            deadline = time.monotonic() + 4
-            for process in processes:
-                process.terminate()
-        time.sleep(0.01)
+    with Started(out_dir, W, plant, argv, **options) as started:
+        return started.end()
 
 
 def finish(out_dir, W=1, status=0, fact="^$", **options):

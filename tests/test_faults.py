@@ -15,14 +15,13 @@ import re
 import resource
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.runs import (ask, fail, finish, in_update, lines_of, run_train, saved, spoil, this_rank,
+from tests.runs import (Started, ask, fail, finish, in_update, lines_of, run_train, saved, spoil, this_rank,
                         write_line)
 import model
 import runs
@@ -230,23 +229,21 @@ def freeze_rank_1(folder):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_a_run_that_waits(number, tmp_path):
     """Also in a collective, in which no handler of Python's runs."""
-    with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(run_train, tmp_path / "out", 2, mode="zero2",
-                            plant=partial(freeze_rank_1, tmp_path))
-        while not (tmp_path / "frozen").exists():
-            assert not ended.done(), ended.result()
-            time.sleep(0.01)
+    plant = partial(freeze_rank_1, tmp_path)
+    with Started(tmp_path / "out", 2, mode="zero2", plant=plant) as run:
+        frozen = int(run.wait_for(tmp_path / "frozen"))
         time.sleep(0.5)  # now rank 0 waits
         pid = int((tmp_path / "waiting").read_text())
         start_s = time.monotonic()
         os.kill(pid, number)
         time.sleep(0.5)  # or the kernel makes one of them
         os.kill(pid, number)
-        while pathlib.Path(f"/proc/{pid}/cmdline").exists() and is_running(pid):
+        while run.processes[0].is_alive():
             assert time.monotonic() - start_s < 5, "it still waits"
             time.sleep(0.01)
-        os.kill(int((tmp_path / "frozen").read_text()), signal.SIGKILL)
-        assert ended.result().codes == [128 + number, -signal.SIGKILL], ended.result()
+        os.kill(frozen, signal.SIGKILL)
+        ended = run.end()
+    assert ended.codes == [128 + number, -signal.SIGKILL], ended
 
 
 def is_running(pid):
@@ -348,7 +345,8 @@ def test_a_kill_anywhere_in_a_save(n_ranks, mode, n_places, tmp_path):
         as_undisturbed(out, actual, expected)
 
     places = [*range(1, len(names) + 1)]
-    two_at_a_time(try_out, places[::max(1, len(places) // n_places)])
+    for place in places[::max(1, len(places) // n_places)]:
+        try_out(place)
 
 
 def note_early_renames(log):

@@ -90,7 +90,8 @@ def test_mistakes_are_one_line(tmp_path):
     for line in re.split(r"\s*[|\n]\s*", BAD):
         files = re.findall(r"DATA/([\w.]+)", line)
         facts[line] = files[0] if files else re.findall(r"--(\w+)", line)[0]
-    two_at_a_time(try_out, range(len(facts)), *zip(*facts.items()))
+    for n, (line, fact) in enumerate(facts.items()):
+        try_out(n, line, fact)
     here = partial(elsewhere, tmp_path)
     out = tmp_path / "out"
     refused("single", out, 2, mode="single")

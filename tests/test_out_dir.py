@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from unittest import mock
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from tests.common import ROOT
 from tests.runs import (FORK, ask, fail, finish, flags, in_update, lines_of, nothing, refused,
-                        run_train, saved, start_again, this_rank)
+                        run_train, Started, saved, start_again, this_rank)
 from tests.test_checkpoint import contents, view_of
 from tests.test_faults import freeze
 from tests.test_runs import under_torchrun
@@ -39,22 +38,16 @@ class Frozen:
     """A run in out_dir that stops in its third update, until it is told to go on."""
 
     def __init__(self, folder, out, W=1, **options):
-        self.pool = ThreadPoolExecutor(1)
         plant = partial(freeze_rank_0, folder)
-        self.end = self.pool.submit(run_train, out, W, plant=plant, save_interval=1, keep_last=9,
-                                    **options)
-        number = folder / "frozen"
-        while not (number.exists() and number.read_text()):
-            assert not self.end.done(), self.end.result()
-            time.sleep(0.01)
-        self.pid = int(number.read_text())
+        self.run = Started(out, W, plant=plant, save_interval=1, keep_last=9, **options)
+        self.pid = int(self.run.wait_for(folder / "frozen"))
         self.fact = (f"in {out} a run is alive: host {socket.gethostname()}, pid {self.pid}, "
                      "step 2. ")
 
     def go_on(self):
         """-> how the run ends."""
         os.kill(self.pid, signal.SIGCONT)
-        return self.end.result()
+        return self.run.end()
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
@@ -97,7 +90,7 @@ def note_waiting(folder, plant):
         try:
             real(*arguments)
         except BlockingIOError:
-            (folder / "waits").touch()
+            (folder / "waits").write_text("yes")
             raise
 
     fcntl.flock = flock
@@ -120,15 +113,12 @@ def test_a_run_that_resumes_waits(kind, tmp_path):
     refused(first.fact, out, plant=plant, timeout_s=1.5, **options)
     assert time.monotonic() - start_s > 1.5, "it has not waited"
     assert view_of(out) == before, "something has changed"
-    with ThreadPoolExecutor(1) as pool:
-        plant = partial(note_waiting, tmp_path, plant)
-        later = pool.submit(run_train, out, plant=plant, **options)
-        while not (tmp_path / "waits").exists():
-            assert not later.done(), later.result()
-            time.sleep(0.01)
-        ended = first.go_on()
-        assert ended.codes == [0] and not ended.stderr[0], ended
-        assert later.result().codes == [0], later.result()
+    later = Started(out, plant=partial(note_waiting, tmp_path, plant), **options)
+    later.wait_for(tmp_path / "waits")
+    ended = first.go_on()
+    assert ended.codes == [0] and not ended.stderr[0], ended
+    ended = later.end()
+    assert ended.codes == [0], ended
     assert [entry["step"] for entry in lines_of(out / "metrics.jsonl")] == [*range(1, 7)]
     assert ask("auto", out_dir=out)["param_sha256"] == expected, "other bits"
 
@@ -175,12 +165,11 @@ def test_of_starts_at_once_one_runs(n_starts, resume, tmp_path):
     meeting = tmp_path / "meeting"
     meeting.mkdir()
 
-    def start(_):
-        return run_train(out, plant=partial(at_once, meeting, n_starts), save_interval=1,
-                         resume=resume)
-
-    with ThreadPoolExecutor(n_starts) as pool:
-        ended = [*pool.map(start, range(n_starts))]
+    started = []
+    for _ in range(n_starts):
+        plant = partial(at_once, meeting, n_starts)
+        started.append(Started(out, plant=plant, save_interval=1, resume=resume))
+    ended = [run.end() for run in started]
     codes = sorted(run.codes[0] for run in ended)
     others = [0 if resume else 2] * (n_starts - 1)
     assert codes == [0, *others], [*map(str, ended)]

@@ -24,8 +24,8 @@ import train
 from extras import torchs
 from tests.common import ROOT
 from tests.runs import (fail, finish, flags, in_update, lines_of, refused, run_alone, run_train,
-from tests.ranks import on_ranks
                         saved, this_rank, write_line)
+from tests.ranks import on_ranks
 from verify import small_gpt
 
 TRAIN = [ROOT / "train.py", ROOT / "runs.py", ROOT / "data.py", ROOT / "checkpoint.py",
@@ -257,7 +257,7 @@ def test_rows_that_no_token_uses_stay_0(mode, tmp_path):
     """With all that AdamW knows of them, to the last step; those of tokens do not."""
     finish(tmp_path, 1 if mode == "single" else 2, mode=mode, save_interval=4, global_batch_size=4)
     for kind in ("model", "exp_avg", "exp_avg_sq"):
-        actual = {f"{kind}.wte.weight": torch.((320 * 16,), torch.nan)}
+        actual = {f"{kind}.wte.weight": torch.full((320 * 16,), torch.nan)}
         dcp.load(actual, checkpoint_id=tmp_path / "step_00000004", no_dist=True)
         [rows] = actual.values()
         rows = rows.view(320, 16)
