@@ -76,9 +76,8 @@ class WrapRaised(Exception):
 
 
 def opened(file):
-    """Execute a file -> (its functions, what it prints). This process is there for one row, and so
-    for one file. Its imports find what is beside it, such as a model.py of its own, before ours, as
-    if Python had started it.
+    """Execute a file -> (its functions, what it prints). Its imports find what is beside it, such
+    as a model.py of its own, before ours. (This process is there for this file alone.)
 
     Its functions, and what stands for those that it lacks:
 
@@ -97,9 +96,9 @@ def opened(file):
     sys.stdout = printed = io.StringIO()
     path = pathlib.Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    ours = {place.stem for place in ROOT.iterdir()}
+    ours, his = [{place.stem for place in folder.iterdir()} for folder in (ROOT, path.parent)]
     for name in list(sys.modules):
-        if name.partition(".")[0] in ours:
+        if name.partition(".")[0] in ours & his:
             del sys.modules[name]
     module = types.ModuleType("mine")
     module.__file__ = str(path)
@@ -359,7 +358,7 @@ def holds_and_sends(file):
     seen = []  # bytes for each parameter of the model
 
     def look(*_):
-        seen.append((live_bytes() - before) / n_parameters)
+        seen.append((live_bytes(wait_s=0.01) - before) / n_parameters)
 
     for unit in module.units:
         unit.register_forward_hook(look)
@@ -539,7 +538,7 @@ def rows_of_wrapper(file, kind="cpu"):
 # the command
 
 
-def main():
+def main(words=None):
     parser = argparse.ArgumentParser(prog="judge", description=__doc__.split("\n\n")[0])
     parser.add_argument("file", metavar="mine.py", help="it has a function wrap(module)")
     parser.add_argument("names", nargs="*", metavar="NAME",
@@ -547,7 +546,7 @@ def main():
     parser.add_argument("--list", action="store_true", help="list what is asked, names of rows")
     parser.add_argument("--device", metavar="KIND", default="cpu",
                         help="cpu, or an accelerator, such as cuda: ranks share it [cpu]")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args(words)
     kinds = ["cpu"]
     if options.device != "cpu":
         [kinds] = verify.run(1, oracle.kinds_of_devices)  # this process must not use one
@@ -557,7 +556,7 @@ def main():
     try:
         claims = rows_of_wrapper(options.file, options.device)
     except Failure as failure:
-        fact = " ".join(str(failure).removeprefix("rank 0: ").split())
+        fact = re.sub(r"^rank \d+: ", "", " ".join(str(failure).split()))
         parser.exit(2, f"judge: {options.file}: {fact[:500]}\n")
     claims = chosen(claims, options.names)
     if not claims:

@@ -207,14 +207,14 @@ def part_of_tolerance(actual, expected, atol, rtol):
     return torch.stack(largest).max().item()  # nan if one is
 
 
-def live_bytes():
+def live_bytes(wait_s=0.05):
     """Bytes of all tensors on these ranks' device that Python can reach, each storage once. (A
     DTensor only stands for a tensor that it holds.) Not seen is what C++ alone holds, such as what
     autograd has saved.
 
     Exact where the resident set of a process is noise: it counts pages, and allocators keep them.
     """
-    time.sleep(0.05)  # for threads to let go of what they have sent
+    time.sleep(wait_s)  # for threads to let go of what they have sent
     gc.collect()
     kind = device().type
     storages = {}

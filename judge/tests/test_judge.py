@@ -1,144 +1,94 @@
 """The judge: what it says of right wrappers, of the mistakes that people make, and of bad files."""
 
-import os
+import faulthandler
 import re
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
+import verify
 from judge.hints import mistake
-from judge.judge import (holds_and_sends, judged, outcome_of_measuring, rows_of_module,
-                         rows_of_wrapper, try_out_wrapper, Verdicts)
+from judge.judge import (holds_and_sends, judged, main, outcome_of_measuring, rows_of_wrapper,
+                         tried, Verdicts)
+from judge.rows import Row
 from tests.common import ROOT
-from judge.ranks import Failure, Row, run_parts
 
-JUDGED = ROOT / "tests" / "judged"
+RIGHT = sorted((ROOT / "judge" / "examples" / "right").glob("*.py"))
+WRONG = sorted((ROOT / "judge" / "examples" / "wrong").glob("*.py"))
 CLOSE = {"same bits", "close"}
-SOME = ["torch_ddp", "our_zero3", "hooks", "owners"]
-OTHERS = ["torch_fsdp2", "by_hand_3", "cs336", "torch_fsdp2_kept", "torch_redundancy", "our_ddp",
-          "our_zero1", "our_zero2", "plain_ddp", "plain_zero1", "plain_zero2", "plain_zero3",
-          "naive", "by_hand_1", "by_hand_2", "small", "flat"]
 OURS = "our", "plain", "naive", "by_hand"
 
 
-def verdict(groups, file, n_ranks, name, **options):
-    """-> (outcome, text) of a row, as in the table, where the simplest row of the module is right,
-    which says nothing here."""
-    verdicts = Verdicts()
-    verdicts.outcomes[name, n_ranks] = "close"
-    row = verdicts.row(str(file), n_ranks, name, **options)
-    return row.outcome_of(*row.answers(groups))
+def row(file, W, name, **options):
+    """One where the simplest row of the module is right, which says nothing here."""
+    verdicts = Verdicts(str(file))
+    verdicts.outcomes[name, W] = "close"
+    return verdicts.row(W, name, **options)
 
 
-@pytest.mark.parametrize("file", [*SOME, *OTHERS])
-def test_right_ones(groups, file):
+def outcomes(file, W, several):
+    """Of several rows on the same ranks, which takes less time -> [(outcome, text), ...]"""
+    answers = verify.run(W, all_judged, str(file), several)
+    return [row(file, W, **options).outcome_of(of_ranks, None)
+            for options, of_ranks in zip(several, zip(*answers))]
+
+
+def all_judged(file, several):
+    return [judged(file, **options) for options in several]
+
+
+@pytest.mark.parametrize("path", RIGHT, ids=lambda path: path.stem)
+def test_right_ones(path):
     """At W = 2 all have the bits of one process, also with two micro-steps; at W = 3 ours have, and
     others are close, since gloo's ring adds in another order."""
-    path = JUDGED / "right" / f"{file}.py"
-    assert verdict(groups, path, 2, "gpt") == ("same bits", "")
-    assert verdict(groups, path, 2, "scaled", micro_steps=2) == ("same bits", "")
-    outcome, text = verdict(groups, path, 3, "gpt")
-    assert outcome in ({"same bits"} if file.startswith(OURS) else CLOSE), text
+    simplest = [dict(name="gpt"), dict(name="scaled", micro_steps=2)]
+    assert outcomes(path, 2, simplest) == 2 * [("same bits", "")]
+    [(outcome, text), *others] = outcomes(path, 3, [
+        dict(name="gpt"), dict(name="scaled", other="parameters"),
+        dict(name="scaled", other="buffers"), dict(name="scaled", optimizer="AdamW")])
+    assert outcome in ({"same bits"} if path.stem.startswith(OURS) else CLOSE), text
     if outcome == "close":
         number = float(re.fullmatch(r"the largest difference is (\S+) x fp32's rounding", text)[1])
         assert 0 < number < 4
-    for options in (dict(other="parameters"), dict(other="buffers"), dict(optimizer="AdamW")):
-        outcome, text = verdict(groups, path, 3, "scaled", **options)
-        assert outcome in CLOSE, text
-
-
-def test_all_right_ones_are_tried():
-    assert sorted(SOME + OTHERS) == sorted(file.stem for file in (JUDGED / "right").glob("*.py"))
-    mistakes = {case.values[0] for case in WRONG}
-    assert mistakes == {file.stem for file in (JUDGED / "wrong").glob("*.py")}
-
-
-@pytest.mark.parametrize("file, n_ranks, fact", [
-    ("torch_ddp", 2, "holds as DDP: 16.0 bytes a parameter"),
-    ("torch_ddp", 3, "(with 4 micro-steps 2.00), where DDP needs 2 (2)"),
-    ("our_zero1", 3, "holds as ZeRO-1: 10.7 bytes a parameter between backward and step"),
-    ("our_zero2", 4, "holds as ZeRO-2: 7.0 bytes"),
-    ("our_zero3", 4, "holds as ZeRO-3: 4.0 bytes"),
-    ("torch_fsdp2", 2, "micro-steps 12.00), where ZeRO-3 needs 3 (12)"),
-    ("by_hand_2", 2, "micro-steps 8.00), where ZeRO-2 needs 2 (5), so more than it has to"),
-    ("torch_redundancy", 4, "holds as ZeRO-1, and 0.7 more: 10.7 bytes a parameter"),
-    ("naive", 2, "sends 2.00 (W-1)/W Psi elements")])
-def test_what_it_holds_and_sends(groups, file, n_ranks, fact):
-    path = str(JUDGED / "right" / f"{file}.py")
-    outcome, text = measured(groups, path, n_ranks)
-    assert outcome == "measured" and fact in text, text
-
-
-def measured(groups, path, n_ranks):
-    row = Row(holds_and_sends, n_ranks, dict(file=path), outcome_of=outcome_of_measuring)
-    return row.outcome_of(*row.answers(groups))
-
-
-AFTER_BACKWARD = """
-import os
-import time
-import torch.distributed as dist
-
-def wrap(module):
-    return module
-
-def after_backward(model):
-    {more}
-"""
-
-
-@pytest.mark.parametrize("more, fact", [
-    ("pass", "not counted: nothing was sent by torch.distributed"),
-    full("for p in model.parameters(): dist.all_reduce(p.grad.to_sparse())",
-         "not counted: could not"),
-    ("for _ in (1, 2): [dist.all_reduce(p.grad) for p in model.parameters()]",
-         "sends 4.00 (W-1)/W Psi elements (with 4 micro-steps 4.00), where DDP needs 2 (2), so "
-         "more")])
-def test_what_cannot_be_counted_is_said(groups, tmp_path, more, fact):
-    path = tmp_path / "mine.py"
-    path.write_text(AFTER_BACKWARD.format(more=more))
-    outcome, text = measured(groups, str(path), 2)
-    assert outcome == "measured" and fact in text, text
-
-
-def wrong(file, name, fact, **options):
-    return pytest.param(file, name, fact, options, id=file)
+    assert {outcome for outcome, _ in others} <= CLOSE, others
 
 
 SHARED = "right without clipping, so it is clipped by another norm than that of all gradients"
-WRONG = [
-    wrong("not_divided", "even", "inner.weight: its gradient is 3 x expected: not divided by the "
-          "number of ranks"),
-    wrong("divided_twice", "even", "is 0.333 x expected: divided twice by the number of ranks"),
-    wrong("divided_by_micro_steps", "even", "is 0.5 x expected: divided by the number of "
-          "micro-steps, as the losses already are", micro_steps=2),
-    wrong("last_micro_step_only", "even", "the last micro-step alone", micro_steps=2),
-    wrong("summed_again", "even", "was summed again, so it counts W times", micro_steps=2),
-    wrong("unequal_start", "scaled", "ranks begin with other values: wrap() has to send",
-          other="parameters"),
-    wrong("buffers", "scaled", "ranks have other buffers: wrap() has to send", other="buffers"),
-    wrong("own_norm", "gpt", SHARED, clipped=True),
-    wrong("own_norm_of_shard", "gpt", SHARED, clipped=True),
-    wrong("tied_twice", "gpt", "gpt.wte.weight: its gradient is 3 x expected: it has two names"),
-    wrong("unused_silent", "skipping", "not all ranks have used it"),
-    wrong("unused", "odd", "here ranks use different parameters"),
-    wrong("nothing_sent", "even", "a rank's own gradients alone: nothing was sent"),
-    wrong("first_rank_only", "even", "rank"),
-    wrong("race", "even", "rank")]
+MISTAKES = {  # {file: (what is said of it, a row in which it is)}
+    "not_divided": ("its gradient is 3 x expected: not divided by the number of ranks",
+                    dict(name="even")),
+    "divided_twice": ("is 0.333 x expected: divided twice by the number of ranks",
+                      dict(name="even")),
+    "divided_by_micro_steps": ("is 0.5 x expected: divided by the number of micro-steps, as",
+                               dict(name="even", micro_steps=2)),
+    "last_micro_step_only": ("the last micro-step alone", dict(name="even", micro_steps=2)),
+    "summed_again": ("was summed again, so it counts W times", dict(name="even", micro_steps=2)),
+    "unequal_start": ("ranks begin with other values: wrap() has to send",
+                      dict(name="scaled", other="parameters")),
+    "buffers": ("ranks have other buffers: wrap() has to send",
+                dict(name="scaled", other="buffers")),
+    "own_norm": (SHARED, dict(name="gpt", clipped=True)),
+    "own_norm_of_shard": (SHARED, dict(name="gpt", clipped=True)),
+    "tied_twice": ("gpt.wte.weight: its gradient is 3 x expected: it has two names",
+                   dict(name="gpt")),
+    "unused_silent": ("not all ranks have used it", dict(name="skipping")),
+    "unused": ("here ranks use different parameters", dict(name="odd")),
+    "nothing_sent": ("a rank's own gradients alone: nothing was sent", dict(name="even")),
+    "first_rank_only": ("inner.weight: its gradient", dict(name="even")),
+    "race": ("its gradient", dict(name="even"))}
 
 
-@pytest.mark.parametrize("file, name, fact, options", WRONG)
-def test_mistakes_are_named(groups, file, name, fact, options):
+@pytest.mark.parametrize("path", WRONG, ids=lambda path: path.stem)
+def test_mistakes_are_named(path):
     """Each is wrong where it should be, with the right hint, and right on one rank."""
-    path = JUDGED / "wrong" / f"{file}.py"
-    outcome, text = verdict(groups, path, 3, name, **options)
-    assert outcome == ("died" if file == "unused" else "wrong") and fact in text, (outcome, text)
-    outcome, text = verdict(groups, path, 1, "lora")
-    assert outcome == "same bits", text
+    faulthandler.disable()  # gloo ends a rank of one of them
+    fact, options = MISTAKES[path.stem]
+    outcome, text = row(path, 3, **options).outcome()
+    assert outcome == ("died" if path.stem == "unused" else "wrong") and fact in text, text
+    assert outcomes(path, 1, [dict(name="lora")]) == [("same bits", "")]
 
 
 @pytest.mark.parametrize("numbers, fact", [
@@ -159,6 +109,76 @@ def test_mistake(numbers, fact):
     """What these numbers mean, one for each rank and micro-step, on rank 0."""
     text = mistake(torch.tensor(numbers, dtype=torch.float64), 0)
     assert fact in text and bool(fact) == bool(text), text
+
+
+def measured(path, W):
+    return Row(holds_and_sends, W, str(path), {}, outcome_of_measuring).outcome()
+
+
+@pytest.mark.parametrize("file, W, fact", [
+    ("torch_ddp", 3, "holds as DDP: 16.0 bytes a parameter"),
+    ("torch_ddp", 2, "(with 4 micro-steps 2.00), where DDP needs 2 (2)"),
+    ("our_zero1", 3, "holds as ZeRO-1: 10.7 bytes a parameter between backward and step"),
+    ("our_zero2", 4, "holds as ZeRO-2: 7.0 bytes"),
+    ("our_zero3", 4, "holds as ZeRO-3: 4.0 bytes"),
+    ("torch_fsdp2", 2, "micro-steps 12.00), where ZeRO-3 needs 3 (12)"),
+    ("by_hand_2", 2, "micro-steps 8.00), where ZeRO-2 needs 2 (5), so more than it has to"),
+    ("torch_redundancy", 4, "holds as ZeRO-1, and 0.7 more: 10.7 bytes a parameter"),
+    ("naive", 2, "sends 2.00 (W-1)/W Psi elements")])
+def test_what_it_holds_and_sends(file, W, fact):
+    outcome, text = measured(ROOT / "judge" / "examples" / "right" / f"{file}.py", W)
+    assert outcome == "measured" and fact in text, text
+
+
+AFTER_BACKWARD = """
+import os
+import time
+import torch.distributed as dist
+
+def wrap(module):
+    return module
+
+def after_backward(model):
+    {more}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """mine(text): the path of a file with it."""
+    def write(text):
+        path = tmp_path / "mine.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize("more, fact", [
+    pytest.param("pass", "not counted: nothing was sent by torch.distributed", id="nothing"),
+    pytest.param("for p in model.parameters(): dist.all_reduce(p.grad.to_sparse())",
+                 "not counted: could not", id="sparse"),
+    pytest.param("for _ in (1, 2): [dist.all_reduce(p.grad) for p in model.parameters()]",
+                 "sends 4.00 (W-1)/W Psi elements (with 4 micro-steps 4.00), where DDP needs 2 (2),"
+                 " so more", id="twice")])
+def test_what_cannot_be_counted_is_said(mine, more, fact):
+    outcome, text = measured(mine(AFTER_BACKWARD.format(more=more)), 2)
+    assert outcome == "measured" and fact in text, text
+
+
+@pytest.mark.parametrize("more, outcome, fact", [
+    pytest.param("time.sleep(60 * dist.get_rank())", "hung", "rank 0 hangs: killed after 3 s",
+                 id="hung"),
+    pytest.param("dist.get_rank() and os._exit(0)", "died", "rank 1 has died", id="died"),
+    pytest.param("[p.grad + p for p in model.parameters()]", "died", "TypeError: unsupported",
+                 id="crashed"),
+    pytest.param("if dist.get_rank(): raise NotImplementedError('first\\nsecond')", "refused",
+                 "rank 1: NotImplementedError: first second (after_backward, mine.py:10)",
+                 id="refused")])
+def test_hung_died_refused(mine, more, outcome, fact):
+    file = mine(AFTER_BACKWARD.format(more=more.replace("\n", "\\n")))
+    actual, text = row(file, 2, "even").outcome(seconds=3)
+    assert actual == outcome and fact in text, (actual, text)
 
 
 # A right file, which files with a fault begin with.
@@ -196,10 +216,10 @@ def after_backward(model):
                  id="no_wrap"),
     pytest.param("wrap = 3", "ValueError: wrap is no function", id="wrap_is_no_function"),
     pytest.param("def wrap(module): raise ValueError('too small')",
-                 "in wrap(module), ValueError: too small (wrap, mine.py:1)", id="wrap_raises"),
+                 "WrapRaised: ValueError: too small (wrap, mine.py:1)", id="wrap_raises"),
     pytest.param("import sys\ndef wrap(module): sys.exit(3)", "SystemExit: 3 (wrap, mine.py:2)",
                  id="wrap_exits"),
-    pytest.param("import os\ndef wrap(module): os._exit(1)", "its process has died",
+    pytest.param("import os\ndef wrap(module): os._exit(1)", "rank 0 has died, with status 1",
                  id="wrap_ends_its_process"),
     pytest.param("def wrap(module): pass", "has returned NoneType, which cannot be called",
                  id="wrap_returns_none"),
@@ -207,7 +227,7 @@ def after_backward(model):
                  id="wrap_takes_nothing"),
     pytest.param("def wrap(module): return module.forward", "no parameters(): write trained(model)",
                  id="wrap_returns_a_function"),
-    pytest.param("def wrap(module):\n    while True: pass", "killed after 3 s, its limit",
+    pytest.param("def wrap(module):\n    while True: pass", "hangs: killed after 3 s",
                  id="wrap_loops"),
     pytest.param(BEGIN + "def whole(model): return {'layer.bias': model.layer.bias}",
                  "ValueError: whole(model) has no layer.weight", id="whole_lacks_one"),
@@ -221,80 +241,92 @@ def after_backward(model):
     pytest.param(BEGIN + "def accumulate(model): pass",
                  "TypeError: 'NoneType' object does not support the context",
                  id="accumulate_is_no_context")])
-def test_bad_files_cannot_be_judged(groups, tmp_path, code, fact):
-    path = tmp_path / "mine.py"
-    path.write_text(code)
-    limit_s = 3 if "killed" in fact else 60
-    with pytest.raises(AssertionError) as raised:
-        groups.run(try_out_wrapper, dict(file=str(path)), 1, limit_s)
+def test_bad_files_cannot_be_judged(mine, code, fact):
+    with pytest.raises(verify.Failure) as raised:
+        tried(mine(code), seconds=3)
     text = str(raised.value)
-    assert text.startswith("rank 0: ") and fact in text and "\n" not in text, text
+    assert text.startswith("rank ") and fact in text and "\n" not in text, text
 
 
-def test_prints_are_not_shown(groups, tmp_path, capfd):
-    path = tmp_path / "mine.py"
-    path.write_text("print('begins')" + BEGIN.replace("def wrap(module):", "def wrap(module):\n"
-                                                      "    print('wraps')"))
-    [(clips, printed)] = groups.run(try_out_wrapper, dict(file=str(path)), 1, 60)
-    assert not clips and printed == "begins"
-    assert verdict(groups, path, 2, "even") == ("same bits", "")
+def test_a_file_may_want_more_than_one_rank(mine):
+    """Without clip() no row clips."""
+    claims = rows_of_wrapper(mine(BEGIN.replace(
+        "    return module\n", "    assert dist.get_world_size() > 1\n    return module\n")))
+    assert len(claims) == 5
+
+
+def test_prints_are_not_shown(mine, capfd):
+    code = BEGIN.replace("def wrap(module):", "def wrap(module):\n    print('wraps')")
+    file = mine(f"print('begins'){code}")
+    assert tried(file) == (False, "begins")
+    assert row(file, 2, "even").outcome() == ("same bits", "")
     assert capfd.readouterr().out == ""
 
 
-def test_a_wrapper_that_makes_new_parameters(groups, tmp_path):
-    """Its parameters are those that it trains; a tie that it breaks is found."""
-    path = tmp_path / "mine.py"
-    path.write_text(BEGIN.replace("    return module", """
-    for part in module.modules():
-        for name, p in list(part.named_parameters(recurse=False)):
-            setattr(part, name, torch.nn.Parameter(p.detach().clone(), p.requires_grad))
-    return module"""))
-    assert verdict(groups, path, 2, "scaled") == ("same bits", "")
-    outcome, text = verdict(groups, path, 2, "gpt")
-    assert outcome == "wrong" and "it has two names in the module" in text, text
+# A reader of nanoGPT has a model.py and a train.py. Others have a ddp.py, a data.py, tests/.
+BESIDE = {
+    "model.py": "from ddp import layer\n\ndef net():\n    return layer()\n",
+    "ddp.py": "import torch\n\ndef layer():\n    return torch.nn.Linear(4, 4)\n",
+    "train.py": "OWN = True\n", "verify.py": "raise ZeroDivisionError\n",
+    "judge.py": "raise ZeroDivisionError\n", "tests/__init__.py": "",
+    "tests/helpers.py": "OWN = True\n",
+    "my-file": """
+from __future__ import annotations
+
+import dataclasses
+
+from dropin.zero import Zero2
+from model import net
+from train import OWN
+from zero import Zero1
+
+@dataclasses.dataclass
+class Size:
+    n: int = 3
+
+def wrap(module):
+    import ddp
+    from tests.helpers import OWN as too
+    assert OWN and too and net() and not hasattr(ddp, "DDP")
+    return Zero2(module)
+"""}
 
 
-@pytest.mark.parametrize("more, outcome, fact", [
-    ("time.sleep(60 * dist.get_rank())", "hung", "ranks 0, 1: killed after 3 s"),
-    ("dist.get_rank() and os._exit(0)", "died", "rank 1: its process has died"),
-    ("if dist.get_rank(): raise NotImplementedError('first\\nsecond')", "refused",
-     "rank 1: NotImplementedError: first"),
-    ("[p.grad + p for p in model.parameters()]", "died", "ranks 0, 1: TypeError: unsupported")])
-def test_hung_died_refused(groups, tmp_path, more, outcome, fact):
-    path = tmp_path / "mine.py"
-    path.write_text(AFTER_BACKWARD.format(more=more.replace("\n", "\\n")))
-    row = Verdicts().row(str(path), 2, "even")
-    try:
-        actual = row.outcome_of(groups.run(judged, row.arguments, 2, 3), None)
-    except AssertionError as failure:
-        actual = row.outcome_of(None, failure)
-    assert actual[0] == outcome and actual[1].startswith(fact), actual
+def test_files_beside_a_users_own(tmp_path):
+    """They come before ours, also where the judge is called in his folder; what he lacks is ours.
+    His file may have any name."""
+    for name, text in BESIDE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    done = subprocess.run([sys.executable, ROOT / "judge", "my-file", "W=2 scaled"], cwd=tmp_path,
+                          text=True, capture_output=True)
+    assert done.returncode == 0 and "5 same bits, 0 close" in done.stdout, done
 
 
-def verify(folder, *words):
-    return subprocess.run([sys.executable, ROOT / "verify.py", *words], cwd=folder, text=True,
-                          capture_output=True, env={**os.environ, "PYTHONPATH": ""})
-
-
-@pytest.mark.parametrize("file, words, status, fact", [
+@pytest.mark.parametrize("file, words, status, facts", [
     ("right/small.py", ["W=2 even"], 0,
-         "same bits, 0 close, 0 wrong, 0 refused, 0 hung, 0 died"),
-    ("wrong/not_divided.py", ["W=2 even"], 1, " 2 wrong, 0 refused, 0 hung, 0 died"),
-    ("right/small.py", ["--list", "clipped"], 0, "judged W=4 lora, clipped True"),
-    ("none.py", [], 2, "none.py: there is no such file"),
-    ("right/small.py", ["nowhere"], 2, "no row has a name with nowhere"),
-    ("right/small.py", ["--module", "own.py"], 2, "--module and --wrapper are two questions")])
-def test_verify_judges(file, words, status, fact, tmp_path):
-    done = verify(tmp_path, "--wrapper", JUDGED / file, *words)
-    printed = done.stdout + done.stderr
-    assert done.returncode == status and fact in printed, printed
-    assert status < 2 or len(done.stderr.splitlines()) == 1, printed
+     ["\n2 same bits, 0 close, 0 wrong, 0 refused, 0 hung, 0 died\n"]),
+    ("wrong/not_divided.py", ["W=2 even", "W=2 caller"], 1,
+     [" 4 wrong, 0 refused, 0 hung, 0 died\n", "    and 1 more like it\n"]),
+    ("right/small.py", ["--list", "clipped"], 0, ["\n    judged W=4 lora, clipped True\n"]),
+    ("none.py", [], 2, ["judge: {}: there is no such file"]),
+    ("right/small.py", ["nowhere"], 2, ["judge: no row has a name with nowhere"]),
+    ("right/small.py", ["--device", "abacus"], 2, ["judge: --device abacus is not on this"])])
+def test_the_command(file, words, status, facts, capsys):
+    path = ROOT / "judge" / "examples" / file
+    try:
+        actual = main([str(path), *words])
+    except SystemExit as exit:
+        actual = exit.code
+    out, err = capsys.readouterr()
+    assert actual == status and all(fact.format(path) in out + err for fact in facts), out + err
+    assert len(err.splitlines()) == (status == 2), err
 
 
 def test_all_is_judged():
     """Every module, W and number of micro-steps."""
-    parts = rows_of_wrapper(str(JUDGED / "right" / "small.py"), "cpu")
-    names = {row.name for rows in parts.values() for row in rows}
+    claims = rows_of_wrapper(str(ROOT / "judge" / "examples" / "right" / "small.py"))
+    names = {row.name for rows in claims.values() for row in rows}
     assert len(names) == 103
     assert {"judged W=4 odd", "judged W=1 skipping, micro_steps 2", "holds_and_sends W=4",
             "judged W=3 scaled, buffers", "judged W=3 lora, parameters",
@@ -306,18 +338,17 @@ EXAMPLES = re.findall(r"^```py\n(# mine\.py: (.*?)\n.*?)^```$", PAGE, re.M | re.
 
 
 @pytest.mark.parametrize("code, title", EXAMPLES, ids=[title for _, title in EXAMPLES])
-def test_examples_of_the_page(groups, code, title, tmp_path):
+def test_examples_of_the_page(mine, code, title, tmp_path):
     """They are judged as they stand there, and are right, but for one."""
-    path = tmp_path / "mine.py"
-    path.write_text(code)
-    shutil.copy(JUDGED / "right" / "cs336.py", tmp_path / "adapters.py")
-    assert verdict(groups, path, 2, "gpt") == ("same bits", "")
-    outcome, text = verdict(groups, path, 3, "lora", micro_steps=2)
+    file = mine(code)
+    shutil.copy(ROOT / "judge" / "examples" / "right" / "cs336.py", tmp_path / "adapters.py")
+    [simplest, clipped, buffers] = outcomes(file, 2, [
+        dict(name="gpt"), dict(name="gpt", clipped=True), dict(name="scaled", other="buffers")])
+    assert simplest == ("same bits", "")
+    assert clipped[0] in CLOSE, clipped
+    assert buffers[0] == ("wrong" if "forgets" in title else "same bits"), buffers
+    outcome, text = row(file, 3, "lora", micro_steps=2).outcome()
     assert outcome == "close", text
-    outcome, text = verdict(groups, path, 2, "gpt", clipped=True)
-    assert outcome in CLOSE, text
-    outcome, text = verdict(groups, path, 2, "scaled", other="buffers")
-    assert outcome == ("wrong" if "forgets" in title else "same bits"), text
 
 
 def test_the_page_has_examples():
@@ -329,7 +360,7 @@ FROZEN = BEGIN.replace("(*module.parameters(), ", "(*filter(is_trained, module.p
 LOCAL = BEGIN.partition("def after_backward")[0]
 
 
-@pytest.mark.parametrize("code, row, outcome, fact", [
+@pytest.mark.parametrize("code, options, outcome, fact", [
     pytest.param(FROZEN + "def is_trained(p): return p.requires_grad",
                  dict(name="lora", other="parameters"), "wrong",
                  "ranks begin with other values",
@@ -396,38 +427,18 @@ def whole(model):
     return dict(model.module.named_parameters())
 """, dict(name="scaled"), "wrong", "whole(model) was called after steps 1 and 2",
                  id="whole_repairs"),
-    pytest.param(BEGIN + """
-sent = []
-real = wrap
-
-def wrap(module):
-    if not sent:
-        real(module)
-    sent.append(module)
-    return module
-""",
-                 dict(name="scaled", other="parameters"), "same bits", "", id="globals_are_new"),
     pytest.param(BEGIN.replace("    return module\n", "    if dist.get_world_size() % 2: raise "
                                "ValueError('pairs')\n    return module\n"),
                  dict(name="gpt"), "same bits", "", id="wants_two_ranks")])
-def test_what_was_judged_wrongly(groups, tmp_path, code, row, outcome, fact):
-    path = tmp_path / "mine.py"
-    path.write_text(code)
-    for _ in range(2 if "sent = []" in code else 1):
-        actual = verdict(groups, path, 2, **row)
-        assert actual[0] == outcome and fact in actual[1], actual
+def test_what_was_judged_wrongly(mine, code, options, outcome, fact):
+    actual = row(mine(code), 2, **options).outcome()
+    assert actual[0] == outcome and fact in actual[1], actual
 
 
-def test_a_file_may_want_more_than_one_rank(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(BEGIN.replace("    return module\n", "    assert dist.get_world_size() > 1\n"
-                                  "    return module\n"))
-    assert len(rows_of_wrapper(str(path), "cpu")) == 5  # no clipping
-
-
-def test_buckets_in_the_order_in_which_they_fill(groups, tmp_path):
+def test_buckets_in_the_order_in_which_they_fill(mine):
     """The mistake that the course asks about: ranks fill buckets in other orders."""
-    hooks = (JUDGED / "right" / "hooks.py").read_text()
+    path = ROOT / "judge" / "examples" / "right" / "hooks.py"
+    hooks = path.read_text()
     begin = hooks.index("            while len(self.sent)")
     end = hooks.index("    def send(self, bucket)")
     wrong = hooks[:begin] + """
@@ -442,37 +453,6 @@ def test_buckets_in_the_order_in_which_they_fill(groups, tmp_path):
 """).replace("            self.send(bucket)\n        for bucket, (flat", """
                 self.send(bucket)
         for bucket, (flat""")
-    path = tmp_path / "mine.py"
-    path.write_text(wrong)
-    outcome, text = verdict(groups, path, 3, "experts")
-    assert outcome in ("wrong", "hung", "died", "refused"), (outcome, text)
-    assert verdict(groups, JUDGED / "right" / "hooks.py", 3, "experts")[0] == "close"
-
-
-class Slow:
-    def __init__(self, seconds, outcome="passed"):
-        self.seconds, self.outcome = seconds, outcome
-
-    def __str__(self):
-        return f"took {self.seconds} s, {self.outcome}"
-
-    def run(self, groups):
-        time.sleep(self.seconds)
-        return self.outcome, str(self)
-
-
-@pytest.mark.parametrize("rows", [rows_of_module, rows_of_wrapper])
-def test_a_file_that_is_not_there(rows, tmp_path):
-    """It is said before any rank starts."""
-    with pytest.raises(Failure, match="^there is no such file$"):
-        rows(str(tmp_path / "mine.py"), "cpu")
-
-
-def test_rows_are_printed_in_their_order(capsys):
-    """Two rows run at once; their lines come in the order of rows, whichever ends first. What does
-    not count is not said to be skipped."""
-    rows = [Slow(0.3), Slow(0, "not counted"), Slow(0.1), Slow(0)]
-    assert run_parts({"a claim": rows}, "cpu") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("took")] == [str(row) for row in rows]
-    assert lines[-1] == "3 passed, 0 failed, 1 not counted", lines[-1]
+    outcome, text = row(mine(wrong), 3, "experts").outcome()
+    assert outcome in ("wrong", "hung", "died", "refused"), text
+    assert row(path, 3, "experts").outcome()[0] == "close"
