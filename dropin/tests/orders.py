@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dropin.ddp import DDP
 from judge.measure import every_collective, live_bytes
-from judge.ranks import Ranks
 from judge.training import fsdp2, STAGES
+from verify import run
 
 D = 32
 BUCKET_MB = 4 * 8 * D * D / 2**20  # about a layer of a transformer
@@ -119,7 +119,7 @@ class UNet(nn.Module):
 
     def forward(self, step):
         x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-        t = self.time(torch.((2, 1), 0.1 * step))
+        t = self.time(torch.full((2, 1), 0.1 * step))
         h = self.conv_in(x)
         kept = []
         for block in self.down_blocks:
@@ -320,11 +320,9 @@ def table():
     print("| model | wrapper | W | overlapped | messages | elements received | growth, kB |")
     print("|---|---|---|---|---|---|---|")
     for W in (2, 3):
-        ranks = Ranks(W)
         for name, wrapper in itertools.product(MODELS, WRAPPERS):
-            actual, *_ = ranks.run(watch, dict(wrapper=wrapper, name=name), 60)
-            options = dict(wrapper=wrapper, name=name, is_in_order=True)
-            in_order, *_ = ranks.run(watch, options, 60)
+            actual, *_ = run(W, watch, wrapper, name)
+            in_order, *_ = run(W, watch, wrapper, name, True)
             cells = [name, wrapper, W]
             for what, form in (("overlapped", "{:.2f}"), ("messages", "{}"), ("elements", "{}"),
                                ("growth", "{:.1f}")):
@@ -332,7 +330,6 @@ def table():
                 texts = ["-" if value is None else form.format(value) for value in pair]
                 cells.append(" / ".join(texts))
             print("|", " | ".join(map(str, cells)), "|", flush=True)
-        ranks.kill()
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dropin import ddp
 from dropin.ddp import DDP
-from dropin.tests.wrappers import WRAPPERS
+from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
 from dropin.zero import cast_floats, Zero2
 from tests.common import native, planted, raises
 from judge.measure import Chain, every_collective, live_bytes
-from judge.training import BF16, fresh, our_ddp, same_bits, small_gpt
+from judge.training import BF16, fresh, our_ddp, same_bits
+from judge.zoo import small_gpt
 from tests.ranks import on_ranks
 
 
@@ -132,11 +133,11 @@ def test_ddp_overlaps():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrapper", ["ddp", "ddp without guards"])
-def test_ddp_goes_at_once(wrapper):
+@pytest.mark.parametrize("wraps", [WRAPPERS, WITHOUT_GUARDS])
+def test_ddp_goes_at_once(wraps):
     """A DDP that is dropped frees its buffers without the help of the garbage collector."""
     module = small_gpt()
-    model = WRAPPERS[wrapper](module)
+    model = wraps["ddp"](module)
     idx = torch.zeros(1, 16, dtype=torch.int64)
     for _ in range(2):  # the second one fills new buckets
         _, loss = model(idx, idx)
@@ -249,7 +250,7 @@ def test_arguments_of_torchs():
     """Each is taken, or ignored as it changes no gradient, or refused by name."""
     for name, value in REFUSED.items():
         raises(RuntimeError, f"DDP: does not take {name}: ", DDP, nn.Linear(2, 2), **{name: value})
-    x = torch.((1, 2), dist.get_rank() + 1.0)
+    x = torch.full((1, 2), dist.get_rank() + 1.0)
     for options in ({}, IGNORED, dict(device_mesh=init_device_mesh("cpu", (2,)))):
         model = DDP(nn.Linear(2, 2), **options)
         model(x).sum().backward()

@@ -152,14 +152,14 @@ def test_ignored_tensors_stay(wrapper):
     DDP, and stages refuse them by name."""
     rank = dist.get_rank()
     net = Net()
-    net.register_buffer("own", torch.((2,), float(rank)))
+    net.register_buffer("own", torch.full((2,), float(rank)))
     net._ddp_params_and_buffers_to_ignore = {"own"}
     model = WRAPPERS[wrapper](net)
     model(torch.ones(1, 4)).sum().backward()
     assert net.own[0] == rank, "the buffer was overwritten"
     net = Net()
     net._ddp_params_and_buffers_to_ignore = ["blocks.0.weight"]
-    weight = nn.Parameter(torch.((4, 4), float(rank)))
+    weight = nn.Parameter(torch.full((4, 4), float(rank)))
     net.blocks[0].weight = weight
     if wrapper != "ddp":
         raises(RuntimeError, r"blocks\.0\.weight is in .*ignore.* use DDP", WRAPPERS[wrapper], net)

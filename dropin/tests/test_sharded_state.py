@@ -17,11 +17,12 @@ import ddp
 import zero
 from checkpoint import sharded_state
 from dropin.ddp import DDP, PlainDDP
-from dropin.zero import PlainZero2, Zero1, Zero2, Zero3
+from dropin.zero import Zero1, Zero2, Zero3
 from oracle import average_gradients
 from tests.common import raises
 from judge.training import adamw, fresh, fsdp2, gather, is_ours, same_bits, zoo_loss
 from tests.ranks import on_ranks
+from verify import Failure, run
 
 
 def sgd(parameters):
@@ -44,7 +45,6 @@ WRAPPERS = {
     "book_zero1": lambda module, matrices: zero.Zero1(module),
     "book_zero2": lambda module, matrices: zero.Zero2(module, bucket_cap_mb=0.001),
     "book_zero3": lambda module, matrices: zero.Zero3(module),
-    "zero2_plain": lambda module, matrices: PlainZero2(module),
     "ddp_plain": lambda module, matrices: PlainDDP(module),
     "zero3_alone": lambda module, matrices: Zero3(module, uncut=matrices, shard_size=1),
     "zero3_offloaded": lambda module, matrices: Zero3(module, uncut=matrices, offload=True)}
@@ -100,68 +100,58 @@ def whole_weights(model):
     return actual
 
 
-def leg(wrapper, optimizer, folder, begins, steps, n):
+def leg(wrapper, optimizers, folder, begins, steps, n):
     """On each rank: go on from folder, unless this is the first leg, make steps, save."""
-    model, optimizers = build(wrapper, optimizer)
-    if not begins:
-        dcp.load(sharded_state(model, *optimizers), checkpoint_id=folder)
-    train(model, optimizers, steps, n)
-    dcp.save(sharded_state(model, *optimizers), checkpoint_id=folder)
-    weights = whole_weights(model)
-    if dist.get_rank() == 0:
-        torch.save(weights, f"{folder}.pt")
+    for optimizer in optimizers:
+        model, made = build(wrapper, optimizer)
+        file = f"{folder}/{optimizer}"
+        if not begins:
+            dcp.load(sharded_state(model, *made), checkpoint_id=file)
+        train(model, made, steps, n)
+        dcp.save(sharded_state(model, *made), checkpoint_id=file)
+        weights = whole_weights(model)
+        if dist.get_rank() == 0:
+            torch.save(weights, f"{file}.pt")
 
 
-def unbroken(optimizer, folder, ns):
-    """A plain module in one process makes all steps."""
-    model, optimizers = build("plain", optimizer)
-    for step, n in enumerate(ns):
-        train(model, optimizers, [step], n)
-    torch.save(whole_weights(model), f"{folder}.pt")
+def unbroken(optimizers, ns):
+    """A plain module in one process makes all steps -> {optimizer: its weights}."""
+    weights = {}
+    for optimizer in optimizers:
+        model, made = build("plain", optimizer)
+        for step, n in enumerate(ns):
+            train(model, made, [step], n)
+        weights[optimizer] = whole_weights(model)
+    return weights
 
 
-# The one that saves after two steps, on 4 ranks, and where the run goes on for two more.
-JOURNEYS = [("zero3", "zero1", 2), ("zero3", "ddp", 2), ("zero3", "plain", 1),
-            ("book_zero3", "book_zero1", 3), ("book_zero2", "zero3", 2),
-            ("book_ddp", "book_zero3", 2),
-            ("zero1", "book_ddp", 2), ("fsdp2", "book_zero2", 3), ("book_zero1", "plain", 1)]
-OTHERS = [("plain", "zero3", 3), ("ddp", "zero2", 2), ("zero1", "torch_ddp", 2),
-          ("zero2", "zero3", 1), ("torch_ddp", "zero3", 3), ("fsdp2", "zero3", 2),
-          ("zero3", "fsdp2", 2),
-          ("zero3_alone", "zero2", 3), ("zero2_plain", "zero3_alone", 2),
-          ("zero3_offloaded", "ddp", 2), ("zero1", "zero3_offloaded", 2), ("ddp", "plain", 1),
-          ("ddp_plain", "zero1", 2), ("zero2_plain", "ddp_plain", 2)]
+# The one that saves after two steps, on so many ranks, and where the run goes on for two more.
+JOURNEYS = [("zero3", 4, "zero1", 2), ("zero3", 4, "ddp", 2), ("plain", 1, "zero3", 3),
+            ("ddp", 3, "zero2", 2), ("zero1", 3, "torch_ddp", 2), ("zero2", 3, "zero3", 1),
+            ("torch_ddp", 2, "zero3", 3), ("fsdp2", 2, "zero3", 2), ("zero3", 4, "fsdp2", 2),
+            ("zero3_alone", 2, "zero2", 3), ("zero2", 3, "zero3_alone", 2),
+            ("zero3_offloaded", 3, "ddp_plain", 2), ("zero1", 2, "zero3_offloaded", 3),
+            ("ddp_plain", 3, "plain", 1), ("book_zero3", 4, "book_zero1", 3),
+            ("book_zero2", 4, "zero3", 2), ("book_ddp", 2, "book_zero3", 3),
+            ("zero1", 3, "book_ddp", 2), ("fsdp2", 2, "book_zero2", 3),
+            ("book_zero1", 2, "plain", 1)]
 
 
-# These cut matrices, and Muon needs whole ones.
-CUT = {"fsdp2", "zero2_plain", "book_zero1", "book_zero2", "book_zero3"}
+def optimizers_of(*wrappers):
+    """These cut matrices, and Muon needs whole ones."""
+    cut = {"fsdp2", "book_zero1", "book_zero2", "book_zero3"}
+    return ["adamw", "sgd"] if cut & set(wrappers) else ["adamw", "sgd", "muon"]
 
 
-def rows_of(journeys, make=pytest.param):
-    rows = []
-    for first, second, n_ranks in journeys:
-        for optimizer in ("adamw", "sgd", "muon"):
-            if optimizer != "muon" or not CUT & {first, second}:
-                rows.append(make(first, second, n_ranks, optimizer))
-    return rows
-
-
-@pytest.mark.parametrize("first, second, n_ranks, optimizer",
-                         rows_of(JOURNEYS) + rows_of(OTHERS, full))
-def test_any_wrapper_reads_another(first, second, n_ranks, optimizer, groups, tmp_path):
-    """Saved after two steps on 4 ranks, loaded on others: the weights after two more are those of a
-    plain module that never stopped, to the bit."""
-    folder = tmp_path / "saved"
-    # On more than two ranks torch's add in an order of their own.
-    n_first = dict(plain=1, torch_ddp=2, fsdp2=2).get(first, 4)
-    options = dict(optimizer=optimizer, folder=str(folder))
-    groups.run(leg, dict(options, wrapper=first, begins=True, steps=[0, 1], n=n_first),
-               n_first, 60)
-    groups.run(leg, dict(options, wrapper=second, begins=False, steps=[2, 3], n=n_ranks), n_ranks,
-               60)
-    actual = torch.load(f"{folder}.pt")
-    groups.run(unbroken, dict(options, ns=[n_first, n_first, n_ranks, n_ranks]), 1, 60)
-    same_bits(torch.load(f"{folder}.pt"), actual)
+@pytest.mark.parametrize("first, n_first, second, n_second", JOURNEYS)
+def test_any_wrapper_reads_another(first, n_first, second, n_second, tmp_path):
+    """The weights in the end are those of a plain module that never stopped, to the bit."""
+    optimizers = optimizers_of(first, second)
+    run(n_first, leg, first, optimizers, str(tmp_path), True, [0, 1], n_first)
+    run(n_second, leg, second, optimizers, str(tmp_path), False, [2, 3], n_second)
+    [expected] = run(1, unbroken, optimizers, [n_first, n_first, n_second, n_second])
+    for optimizer in optimizers:
+        same_bits(expected[optimizer], torch.load(tmp_path / f"{optimizer}.pt"), optimizer)
 
 
 # ---- the whole state, which rank 0 saves by itself
@@ -200,51 +190,47 @@ def bare(model):
     return getattr(model, "module", model)
 
 
-def whole_leg(wrapper, optimizer, path, begins, steps, n):
-    model, optimizers = build(wrapper, optimizer)
-    if not begins:
-        load_whole(model, optimizers, path)
-    train(model, optimizers, steps, n)
-    save_whole(model, optimizers, path)
+def whole_leg(wrapper, optimizers, folder, begins, steps, n):
+    for optimizer in optimizers:
+        model, made = build(wrapper, optimizer)
+        if not begins:
+            load_whole(model, made, f"{folder}/{optimizer}")
+        train(model, made, steps, n)
+        save_whole(model, made, f"{folder}/{optimizer}")
 
 
-def unbroken_whole(optimizer, path, ns):
-    model, optimizers = build("plain", optimizer)
-    for step, n in enumerate(ns):
-        train(model, optimizers, [step], n)
-    save_whole(model, optimizers, path)
+def unbroken_whole(optimizers, folder, ns):
+    for optimizer in optimizers:
+        model, made = build("plain", optimizer)
+        for step, n in enumerate(ns):
+            train(model, made, [step], n)
+        save_whole(model, made, f"{folder}/{optimizer}")
 
 
-WHOLE_JOURNEYS = [("zero3", 4, "zero1", 2), ("plain", 1, "zero3", 3)]
-OTHER_WHOLE_JOURNEYS = [("zero2", 3, "plain", 1), ("ddp", 2, "zero3", 4), ("zero1", 3, "ddp", 2),
-                        ("zero3_alone", 2, "zero2", 3),
-                        ("zero3_offloaded", 3, "zero1", 2), ("zero2", 2, "zero3_offloaded", 3),
-                        ("zero3", 1, "ddp", 4), ("ddp", 3, "plain", 1)]
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-@pytest.mark.parametrize("first, n_first, second, n_second",
-                         [*WHOLE_JOURNEYS, *(*j for j in OTHER_WHOLE_JOURNEYS)])
-def test_whole_state_goes_anywhere(first, n_first, second, n_second, optimizer, groups, tmp_path):
+@pytest.mark.parametrize("first, n_first, second, n_second", [
+    ("zero3", 4, "zero1", 2), ("plain", 1, "zero3", 3), ("zero2", 3, "plain", 1),
+    ("ddp", 2, "zero3", 4), ("zero1", 3, "ddp", 2), ("zero3_alone", 2, "zero2", 3),
+    ("zero3_offloaded", 3, "zero1", 2), ("zero2", 2, "zero3_offloaded", 3)])
+def test_whole_state_goes_anywhere(first, n_first, second, n_second, tmp_path):
     """Rank 0 has saved whole weights and whole optimizer state after two steps. Whatever loads them
     ends, two steps later, with the weights and the state, name by name, of a plain module that
     never stopped."""
-    path = str(tmp_path / "whole.pt")
-    options = dict(optimizer=optimizer, path=path)
-    groups.run(whole_leg, dict(options, wrapper=first, begins=True, steps=[0, 1], n=n_first),
-               n_first, 60)
-    groups.run(whole_leg, dict(options, wrapper=second, begins=False, steps=[2, 3], n=n_second),
-               n_second, 60)
-    weights, states = torch.load(path)
-    ns = [n_first, n_first, n_second, n_second]
-    groups.run(unbroken_whole, dict(options, ns=ns), 1, 60)
-    expected_weights, expected_states = torch.load(path)
-    same_bits(expected_weights, weights)
-    for expected, actual in zip(expected_states, states, strict=True):
-        same_groups(expected["param_groups"], actual["param_groups"])
-        assert expected["state"].keys() == actual["state"].keys()
-        for name, state in expected["state"].items():
-            same_bits(state, actual["state"][name])
+    optimizers = optimizers_of(first, second)
+    unbroken_folder = tmp_path / "unbroken"
+    unbroken_folder.mkdir()
+    run(n_first, whole_leg, first, optimizers, str(tmp_path), True, [0, 1], n_first)
+    run(n_second, whole_leg, second, optimizers, str(tmp_path), False, [2, 3], n_second)
+    run(1, unbroken_whole, optimizers, str(unbroken_folder),
+        [n_first, n_first, n_second, n_second])
+    for optimizer in optimizers:
+        weights, states = torch.load(tmp_path / optimizer)
+        expected_weights, expected_states = torch.load(unbroken_folder / optimizer)
+        same_bits(expected_weights, weights, optimizer)
+        for expected, actual in zip(expected_states, states, strict=True):
+            same_groups(expected["param_groups"], actual["param_groups"])
+            assert expected["state"].keys() == actual["state"].keys()
+            for name, state in expected["state"].items():
+                same_bits(state, actual["state"][name], optimizer)
 
 
 def same_groups(expected, actual):
@@ -515,20 +501,18 @@ def save_or_load_scalar(folder, wrapper, memory_format, saves):
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last],
                          ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("first, second", [
-    (Zero3, DDP), (DDP, Zero2), (Zero2, Zero3), (zero.Zero2, ddp.DDP), (ddp.DDP, zero.Zero1),
-    (zero.Zero1, Zero3), (Zero1, zero.Zero2)])
-def test_odd_parameters_are_read(first, second, memory_format, groups, tmp_path):
+    (Zero3, DDP), (DDP, Zero2), (zero.Zero2, ddp.DDP), (ddp.DDP, zero.Zero1), (Zero1, zero.Zero2)])
+def test_odd_parameters_are_read(first, second, memory_format, tmp_path):
     """Between wrappers and world sizes. One that lies in memory in another order is not taken for
     it: torch says that its key is missing."""
-    options = dict(folder=str(tmp_path / "saved"), memory_format=memory_format)
-    groups.run(save_or_load_scalar, dict(options, wrapper=first, saves=True), 3, 60)
-    groups.run(save_or_load_scalar, dict(options, wrapper=second, saves=False), 2, 60)
-    other = torch.channels_last if memory_format == torch.contiguous_format else (
-        torch.contiguous_format)
-    options.update(memory_format=other, wrapper=second, saves=False)
-    missing = r"Missing key in checkpoint state_dict: \S+conv.weight"
-    with pytest.raises(AssertionError, match=missing):
-        groups.run(save_or_load_scalar, options, 2, 60)
+    folder = str(tmp_path / "saved")
+    run(3, save_or_load_scalar, folder, first, memory_format, True)
+    run(2, save_or_load_scalar, folder, second, memory_format, False)
+    other = torch.channels_last
+    if memory_format == torch.channels_last:
+        other = torch.contiguous_format
+    with pytest.raises(Failure, match=r"Missing key in checkpoint state_dict: \S+conv.weight"):
+        run(2, save_or_load_scalar, folder, second, other, False)
 
 
 class Counting(torch.optim.SGD):

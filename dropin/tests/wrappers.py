@@ -1,20 +1,45 @@
-"""More wrappers than verify.py has, and more optimizers."""
+"""Wrappers by name, more than judge/training.py has, and optimizers that look at whole parameters.
+"""
 
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dropin.ddp import DDP, HierarchicalState
+import oracle
+from dropin.ddp import DDP, HierarchicalState, PlainDDP
 from dropin.guards import Guards
-from dropin.zero import Zero1, Zero2, Zero3
-from judge import training as harness
-from judge.zoo import MODULES
+from dropin.zero import PlainZero1, PlainZero2, PlainZero3, StateDicts, Zero1, Zero2, Zero3
 from extras.comm_hooks import hierarchical_hook, top_k_hook, TopKState
+from judge import training as harness
 from judge.training import adamw, BF16, our_ddp, STAGES, uncut
+from judge.zoo import MODULES
+
+
+class Naive(nn.Module):
+    """Gradients are averaged by oracle.py, when the backward is over."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        oracle.broadcast_parameters(module)
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+    def reduce_gradients(self):
+        oracle.average_gradients(self.module)
+
+
+# The plain classes. A stage needs `StateDicts`, by which it is asked for whole parameters.
+PLAIN = {"plain ddp": PlainDDP, "plain ddp, 1 kB": partial(PlainDDP, bucket_cap_mb=0.001)}
+for kind in (PlainZero1, PlainZero2, PlainZero3):
+    with_states = type(kind.__name__, (StateDicts, kind), {})
+    PLAIN[kind.__name__.replace("Plain", "plain ").lower()] = with_states
 
 
 def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, except on NCCL
@@ -53,20 +78,20 @@ def without_guards(kind):
     return type(kind.__name__, tuple(parts), {})
 
 
-plain_ddp = partial(without_guards(DDP), find_unused_parameters=True)
-PLAIN = {"ddp": plain_ddp, "ddp, 1 kB": partial(plain_ddp, bucket_cap_mb=0.001),
-         "zero1": without_guards(Zero1), "zero2": without_guards(Zero2),
-         "zero3": without_guards(Zero3)}
-WRAPPERS = dict(harness.WRAPPERS)
-for name, wrap in PLAIN.items():
-    WRAPPERS[f"{name} without guards"] = wrap
+unguarded_ddp = partial(without_guards(DDP), find_unused_parameters=True)
+WITHOUT_GUARDS = {"ddp": unguarded_ddp, "ddp, 1 kB": partial(unguarded_ddp, bucket_cap_mb=0.001),
+                  "zero1": without_guards(Zero1), "zero2": without_guards(Zero2),
+                  "zero3": without_guards(Zero3)}
+WRAPPERS = {"naive": Naive, **harness.WRAPPERS, **PLAIN}
 for hook in HOOKS:
     WRAPPERS[f"ddp {hook}"] = partial(hooked, our_ddp, hook)
     WRAPPERS[f"torch ddp {hook}"] = partial(hooked, DistributedDataParallel, hook)
 for name, stage in STAGES.items():
     WRAPPERS[f"{name} in ones"] = partial(stage, shard_size=1)
     WRAPPERS[f"{name} in twos"] = partial(stage, shard_size=2)
+    WRAPPERS[f"{name}, 1 kB"] = partial(stage, bucket_cap_mb=0.001)
     WRAPPERS[f"{name} uncut"] = partial(uncut, stage)
+    WRAPPERS[f"{name} uncut, 1 kB"] = partial(uncut, stage, bucket_cap_mb=0.001)
     WRAPPERS[f"{name} uncut in twos"] = partial(uncut, stage, shard_size=2)
     WRAPPERS[f"{name} uncut bf16"] = partial(uncut, stage, **BF16)
 
@@ -111,10 +136,10 @@ def foreach(parameters):
 
 
 def training(W, wrapper, *modules, **options):
-    """The parameters wrapper, modules, options and W of a test: these modules, or all, in a wrapper
+    """The parameters W, wrapper, modules and options of a test: these modules, or all, in a wrapper
     on W ranks."""
-    words = [wrapper, *modules]
+    words = [wrapper]
     for name, value in options.items():
-        words.append(value if isinstance(value, str) else getattr(value, "__name__", f"{name} {value}"))
-    name = "-".join([*words, f"W{W}"])
-    return pytest.param(wrapper, modules or MODULES, options, W, id=name)
+        words.append(getattr(value, "__name__", f"{name} {value}"))
+    name = ", ".join([*words, *modules])
+    return pytest.param(W, wrapper, modules or MODULES, options, id=f"W{W} {name}")
