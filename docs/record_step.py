@@ -40,7 +40,6 @@ import contextlib
 import functools
 import json
 import linecache
-import multiprocessing
 import pathlib
 import re
 import sys
@@ -56,8 +55,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from dropin import ddp, zero
-from judge.ranks import Groups
-from judge.training import gather
+from tests.ranks import gather
+from verify import Failure, run
 
 MODES = {"ddp": ddp.PlainDDP}
 for stage in (zero.PlainZero1, zero.PlainZero2, zero.PlainZero3):
@@ -474,7 +473,7 @@ def record(mode):
     optimizer = torch.optim.Adam(model.parameters(), lr=1, betas=(0.5, 0.75))
     # A first step, so that all memory is there that later ones have, and the order of use is known.
     # Each parameter falls by 1.
-    model(torch.((n,), float(W))).backward()
+    model(torch.full((n,), float(W))).backward()
     optimizer.step()
     optimizer.zero_grad()
     for state in optimizer.state.values():
@@ -606,22 +605,18 @@ def main():
                         help="do not record a step over a link: the page keeps its times")
     options = parser.parse_args()
     head, on_page, tail = parts_of_page()
-    multiprocessing.set_forkserver_preload(["verify"])
-    groups = Groups()
     runs = {}
     try:
         for W in SAMPLES:
             results = {}
             for mode in MODES:
-                of_rank_0, *_ = groups.run(record, dict(mode=mode), W, 60)
+                of_rank_0, *_ = run(W, record, mode)
                 runs[f"{mode} {W}"], results[mode] = of_rank_0
                 if results[mode] != results["ddp"]:
                     sys.exit(f"{mode} on {W} ranks ends on other parameters than ddp: {results}")
         times = None if options.check or options.keep_times else new_times(runs)
-    except AssertionError as error:
+    except (Failure, AssertionError) as error:
         sys.exit(f"nothing was recorded: {error}")
-    finally:
-        groups.kill()
     if not options.check:
         text = as_text(runs, times or times_on_page(on_page))
         PAGE.write_text(head + BEGIN + text + END + tail)

@@ -33,7 +33,7 @@ from torch import nn
 
 from bench import launch
 from docs.record_step import Factor, MODES, Recorder, ROOT, step, unit_name, wrap
-from judge.training import gather
+from tests.ranks import gather
 
 RATE = 1000  # of the link, in Mbit/s
 SIZE = 1024  # of a matrix; a unit of 4 MiB, of which each rank owns a half
@@ -47,7 +47,7 @@ class Layer(Factor):
 
     def __init__(self, name, note):
         super().__init__(name, [], note)
-        self.weight = nn.Parameter(torch.((SIZE, SIZE), 1 / SIZE))
+        self.weight = nn.Parameter(torch.full((SIZE, SIZE), 1 / SIZE))
 
     def forward(self, x):
         self.note(f"forward: {self.name}")
