@@ -7,6 +7,7 @@ process group, and run no backward: what these leave behind would be in every fo
 """
 
 import dataclasses
+import functools
 import gc
 import importlib.machinery
 import itertools
@@ -17,11 +18,11 @@ import pathlib
 import re
 import runpy
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import types
-from unittest import mock
 
 import fsspec.core  # noqa: F401 - what torch imports late is imported once, not by each run
 import numpy.ma  # noqa: F401
@@ -46,6 +47,7 @@ LIMIT_S = 60  # of a run
 # Compiled once: that takes as long as a run's steps.
 TRAIN = importlib.machinery.SourceFileLoader("train", str(ROOT / "train.py")).get_code("train")
 FORK = multiprocessing.get_context("fork")
+FOLDERS = []  # of `undisturbed`: they go with this process
 
 
 def flags(**options):
@@ -68,6 +70,8 @@ def execute(argv, folder, environment, plant):
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
         setattr(sys, name, open(descriptor, "w", buffering=1, closefd=False))  # not pytest's
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)  # an agent of torchrun's has others
     os.environ.update(environment)
     sys.argv = ["train.py", *map(str, argv)]
     gc.freeze()  # a collection would touch, and so copy, all that pytest has loaded
@@ -116,10 +120,13 @@ class Started:
         self.processes = []
         for rank in range(W):
             (self.folder / str(rank)).mkdir()
-            environment = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(W),
-                               LOCAL_WORLD_SIZE=str(W), MASTER_ADDR="localhost",
-                               MASTER_PORT=str(self.store.port), TORCHELASTIC_USE_AGENT_STORE="True")
-            arguments = words, str(self.folder / str(rank)), environment if W > 1 else {}, plant
+            environment = {}
+            if W > 1:
+                environment = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(W),
+                                   LOCAL_WORLD_SIZE=str(W), MASTER_ADDR="localhost",
+                                   MASTER_PORT=str(self.store.port),
+                                   TORCHELASTIC_USE_AGENT_STORE="True")
+            arguments = words, str(self.folder / str(rank)), environment, plant
             self.processes.append(FORK.Process(target=execute, args=arguments))
             self.processes[-1].start()
 
@@ -268,25 +275,6 @@ def flip_a_bit(optimizer):
     part.view(-1)[-1:].view(torch.int32).bitwise_xor_(1 << 7)
 
 
-def record_trackers():
-    """Plant stand-ins for the packages of trackers, which note the losses that they are given."""
-    [path] = [f"{word[10:]}/losses" for word in sys.argv if word.startswith("--out_dir=")]
-
-    def log(entry):
-        run.define_metric.assert_called_once_with("*", step_metric="step")
-        write_line(path, ["wandb", entry["step"], entry["loss"]])
-
-    def add_scalar(name, value, step):
-        if name == "loss":
-            write_line(path, [name, step, value])
-
-    tracker = mock.MagicMock(__spec__="a stand-in")
-    run = tracker.init.return_value
-    run.log.side_effect = log
-    tracker.SummaryWriter.return_value.add_scalar.side_effect = add_scalar
-    sys.modules |= dict.fromkeys(("wandb", "tensorboard", "torch.utils.tensorboard"), tracker)
-
-
 def ask(resume, W=1, **options):
     """RESULT and stdout of `train.py --resume RESUME --eval_only`, with no flags but these."""
     words = [f"--resume={resume}", "--eval_only"]
@@ -295,7 +283,36 @@ def ask(resume, W=1, **options):
     return finish(None, W, argv=words)
 
 
-def start_again():
-    """Plant what torchrun tells ranks that it starts again. (All runs of a test have the server as
-    their parent, as torchrun's ranks have its agent.)"""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+def contents(*folders):
+    """What all files below folders hold, but for .lock, which is the next run's."""
+    actual = set()
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.is_file() and path.name != ".lock":
+                actual.add(path.read_bytes())
+    return actual
+
+
+def view_of(folder):
+    """{path: (content, time of the last change)} of all that is in folder."""
+    view = {}
+    for path in folder.rglob("*"):
+        content = path.read_bytes() if path.is_file() else os.listdir(path) if path.is_dir() else ""
+        view[path] = content, path.lstat().st_mtime_ns
+    return view
+
+
+def launched_by(name, count):
+    """Plant what a torchrun tells the ranks that it starts: again, if count is not 0."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/logs/none_{name}/attempt_{count}/0/error.json"
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
+
+
+@functools.cache
+def undisturbed(W=1, **options):
+    """RESULT of a run, and `folder`: made once for all tests of this process, which leave the
+    folder as it is."""
+    folder = tempfile.TemporaryDirectory()
+    FOLDERS.append(folder)
+    path = pathlib.Path(folder.name, "out")
+    return finish(path, W, **options) | dict(folder=path)

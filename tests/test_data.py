@@ -1,7 +1,8 @@
-"""train.py: data and rates."""
+"""data.py, and the rates: what a run trains on."""
 
 import itertools
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -13,10 +14,13 @@ import torch.nn.functional as F
 import data
 import train
 from data import global_batch, micro_batches, some_of
-from tests.common import raises
-from tests.runs import ask, finish, lines_of, write_line
-from tests.test_flags import bare
+from tests.common import raises, ROOT
 from tests.ranks import on_ranks
+from tests.runs import finish, lines_of, refused, write_line
+from tests.test_flags import bare
+
+# -------------------------------------------------------------------------------------------------
+# samples
 
 
 def log_samples(folder):
@@ -36,9 +40,7 @@ def test_data_and_rates_are_as_promised(tmp_path):
     """No sample comes twice in an epoch, and epochs have another order. nanoGPT's folders are read.
     Warm-up is linear, then a cosine. (That ranks take the samples in this order is what the hashes
     of any number of ranks show.)"""
-    n = 50
-    batch = 12
-    steps = 8
+    n, batch, steps = 50, 12, 8
     tokens = [0]
     for i in range(n):
         tokens += i // 256, i % 256, 0, 0
@@ -47,36 +49,32 @@ def test_data_and_rates_are_as_promised(tmp_path):
     finish(tmp_path / "out", dataset=tmp_path, block_size=4, global_batch_size=batch, eval_steps=1,
            micro_batch_size=2, max_steps=steps, min_lr=None,
            plant=partial(log_samples, tmp_path))
-    order = []
-    for numbers in lines_of(tmp_path / "order"):
-        order += numbers
-    for step, entry in enumerate(lines_of(tmp_path / "out/metrics.jsonl")):
-        cosine = 0.001 + 0.009 * (1 + math.cos(math.pi * (step - 2) / (steps - 2))) / 2
-        lr = 0.01 * (step + 1) / 3 if step < 2 else cosine
-        assert abs(entry["lr"] - lr) < 1e-9, f"step {step + 1}: lr {entry['lr']}, not {lr}"
-    (tmp_path / "text").write_text("a" * 9000 + "b" * 1000)
-    ends = finish(tmp_path / "out", dataset=tmp_path / "text", max_steps=40, micro_batch_size=2,
-                  eval_interval=40, eval_steps=99)
-    assert lines_of(tmp_path / "out/metrics.jsonl")[-1]["lr"] == 0.01, "--min_lr is 0.01, and --lr"
-    config = train.Config(block_size=4, global_batch_size=batch)
-    orders = []
-    for seed in (1, 2):
-        config.seed = seed
-        orders.append(global_batch(np.zeros(4 * n + 1), 1, config).tolist())
-    assert orders[0] != orders[1], "the order does not depend on the seed"
-    assert ends["train_loss"] < 1 and ends["val_loss"] > 4, "the last tenth validates"
+    order = list(itertools.chain(*lines_of(tmp_path / "order")))
     assert len(order) == steps * batch, f"{len(order)} samples in {steps} steps of {batch}"
     in_epoch = n // batch * batch
     epochs = [order[i:i + in_epoch] for i in range(0, len(order), in_epoch)]
     assert epochs[0] != epochs[1], "epochs are alike, or y is x"
     for epoch in epochs:
         assert len(set(epoch)) == len(epoch), "a sample came twice"
+    for step, entry in enumerate(lines_of(tmp_path / "out/metrics.jsonl")):
+        cosine = 0.001 + 0.009 * (1 + math.cos(math.pi * (step - 2) / (steps - 2))) / 2
+        lr = 0.01 * (step + 1) / 3 if step < 2 else cosine
+        assert abs(entry["lr"] - lr) < 1e-9, f"step {step + 1}: lr {entry['lr']}, not {lr}"
+
+
+def test_the_last_tenth_validates(tmp_path):
+    (tmp_path / "text").write_text("a" * 9000 + "b" * 1000)
+    ends = finish(tmp_path / "out", dataset=tmp_path / "text", max_steps=40, micro_batch_size=2,
+                  eval_interval=40, eval_steps=99)
+    assert ends["train_loss"] < 1 and ends["val_loss"] > 4
+    assert "9,000 training tokens" in ends["stdout"], ends["stdout"]
+    assert lines_of(tmp_path / "out/metrics.jsonl")[-1]["lr"] == 0.01, "--min_lr is 0.01, and --lr"
 
 
 @on_ranks(1, 2)
 def test_ranks_take_micro_batches_in_turn(W):
     """From any step on, over the end of an epoch: all ranks together have each step's batch, in its
-    order."""
+    order, which is another one with another seed."""
     config = train.Config(block_size=4, global_batch_size=4, micro_batch_size=1)
     tokens = np.arange(4 * 10 + 1)  # an epoch has two steps
     cpu = torch.device("cpu")
@@ -91,6 +89,8 @@ def test_ranks_take_micro_batches_in_turn(W):
             dist.all_gather_object(of_ranks, starts)
             in_turn = [start for turn in zip(*of_ranks) for start in turn]
             assert in_turn == global_batch(tokens, step, config).tolist(), f"step {step}"
+    config.seed += 1
+    assert in_turn != global_batch(tokens, step, config).tolist()
 
 
 def test_large_data_is_read_in_part():
@@ -102,21 +102,8 @@ def test_large_data_is_read_in_part():
     assert some_of(tokens[:1000]).tolist() == tokens[:1000].tolist()
 
 
-def test_losses_can_be_compared(tmp_path):
-    """val_loss is the same to the last bit for all micro batches, numbers of ranks and modes that
-    have equal weights, also where they do not divide; and it is the mean over the first blocks."""
-    out = tmp_path / "out"
-    finish(out, save_interval=4, eval_steps=7)
-    losses = set()
-    for W, mode, m in ((1, "single", 1), (1, "single", 2), (1, "zero3", 4), (1, "ddp", 7),
-                       (1, "single", 16), (2, "zero2", 1), (2, "torch-fsdp", 3), (3, "zero3", 2),
-                       (3, "naive", 1), (4, "zero1", 1), (2, "torch-ddp", 5)):
-        losses.add(ask(out / "step_00000004", W, mode=mode, micro_batch_size=m)["val_loss"])
-    assert len(losses) == 1, losses
-    fewer = ask(out / "step_00000004", eval_steps=1)["val_loss"]
-    assert {fewer} != losses, "--eval_steps changes nothing"
-    all_blocks = [ask(out / "step_00000004", eval_steps=n)["val_loss"] for n in (10**6, 2 * 10**6)]
-    assert all_blocks[0] == all_blocks[1] and {all_blocks[0]} != losses
+# -------------------------------------------------------------------------------------------------
+# folders of tokens, and texts
 
 
 def write_tokens(folder, content, val=None):
@@ -142,29 +129,22 @@ def some_tokens(vocab_size, n=20_000):
 
 
 @pytest.mark.parametrize("vocab_size, number_format", [
-    (65, "<u2"), (257, "<u2"), (50257, "<u2"), (2**16, "<u2"), (2**16 + 1, "<u4"), (200019, "<u4")])
+    (257, "<u2"), (2**16, "<u2"), (2**16 + 1, "<u4"), (200019, "<u4")])
 def test_numbers_have_as_many_bits_as_the_vocabulary(vocab_size, number_format, tmp_path):
-    """16, or 32 where that is too few; none is changed, and both files are mapped."""
-    expected = some_tokens(vocab_size)
-    folder = write_tokens(tmp_path / "data", expected.astype(number_format).tobytes(),
-                          expected[:40].astype(number_format).tobytes())
+    """16, or 32 where that is too few; none is changed, and both files are mapped. A token that
+    the model lacks is refused, by the file's name and both numbers."""
+    expected = some_tokens(vocab_size).astype(number_format)
+    folder = write_tokens(tmp_path / "data", expected.tobytes(), expected[:40].tobytes())
     tokens, val_tokens = load(folder, vocab_size)
     assert np.array_equal(tokens, expected) and np.array_equal(val_tokens, expected[:40])
     assert tokens.dtype == number_format and isinstance(tokens, np.memmap)
-
-
-@pytest.mark.parametrize("name", ["train", "val"])
-@pytest.mark.parametrize("vocab_size", [65, 257, 50257, 200019])
-def test_tokens_that_the_model_lacks_are_refused(name, vocab_size, tmp_path):
-    """By the file's name and both numbers, wherever the token stands."""
-    fine = some_tokens(vocab_size)
-    bad = some_tokens(vocab_size + 1)
-    number_format = "<u2" if vocab_size <= 2**16 else "<u4"
-    contents = {"train": fine, "val": fine, name: bad}
-    folder = write_tokens(tmp_path / "data",
-                          *(tokens.astype(number_format).tobytes() for tokens in contents.values()))
-    fact = rf"/{name}\.bin has token {vocab_size}, but the model knows {vocab_size}: "
-    raises(SystemExit, fact, load, folder, vocab_size)
+    fact = f"/train.bin has token {vocab_size - 1}, but the model knows {vocab_size - 1}: "
+    if vocab_size - 1 != 2**16:  # where the number of bits changes
+        raises(SystemExit, fact, load, folder, vocab_size - 1)
+    (folder / "train.bin").write_bytes((expected // 2).tobytes())
+    (folder / "val.bin").write_bytes(expected.tobytes())
+    if vocab_size - 1 != 2**16:
+        raises(SystemExit, fact.replace("train", "val"), load, folder, vocab_size - 1)
 
 
 @pytest.mark.parametrize("content, vocab_size, fact", [
@@ -195,29 +175,42 @@ def test_what_is_not_needed_need_not_be_there(tmp_path):
     assert [len(tokens) for tokens in actual] == [0, 0]
 
 
+def test_short_texts_name_what_they_lack(tmp_path):
+    """To train and to validate. One that is just long enough will do."""
+    ids = np.zeros(560, np.uint16)  # of which 504 are to train on
+    fact = "504 tokens to train on and 56 to validate with, and {} and {} are needed"
+    raises(SystemExit, fact.format(513, 257), load, "text", ids=ids, global_batch_size=2,
+           block_size=256)
+    raises(SystemExit, fact.format(129, 65), load, "text", ids=ids, global_batch_size=2,
+           block_size=64)
+    load("text", ids=ids, global_batch_size=2, block_size=64, eval_steps=0)
+    load("text", ids=ids, global_batch_size=9, block_size=55)
+    raises(SystemExit, "505 and 57", load, "text", ids=ids, global_batch_size=9, block_size=56)
+
+
 def test_what_is_no_character_is_a_question_mark():
     """As a command line has it that is no UTF-8."""
     assert data.encode("a\udcff\u00e9", data.load_tokenizer("bytes")).tolist() == [
         *b"a?", *"\u00e9".encode()]
 
 
-def test_characters_of_nanogpt_are_refused(tmp_path):
-    """Their numbers mean something else than --tokenizer's. Their text is read."""
-    folder = write_tokens(tmp_path / "data", bytes(600))
-    (folder / "meta.pkl").write_bytes(b"")
-    raises(SystemExit, "data has characters, by its meta.pkl: give the text itself", load, folder)
-
-
-def test_tokens_of_32_bits_are_trained_on(tmp_path):
-    """Those of a tokenizer that cannot be had, whose vocabulary has more than 16 bits. The run goes
-    on where it was stopped, and is evaluated."""
-    content = some_tokens(200019).astype("<u4").tobytes()
-    options = dict(tokenizer="o200k_base", n_layer=1, n_embd=8, save_interval=2, plant=bare)
-    folder = write_tokens(tmp_path / "data", content)
-    expected = finish(tmp_path / "whole", dataset=folder, **options)
+def test_tokens_need_no_tokenizer(tmp_path):
+    """A folder of train.bin and val.bin trains, is resumed, and is evaluated, where its tokenizer,
+    whose vocabulary has more than 16 bits, cannot be had. The sample says why it is missing, and
+    the result is there. Names that nobody knows, and texts, are refused as ever."""
+    folder = write_tokens(tmp_path / "data", some_tokens(200019).astype("<u4").tobytes())
+    options = dict(tokenizer="o200k_base", n_layer=1, n_embd=4, dataset=folder, save_interval=1,
+                   plant=bare)
+    expected = finish(tmp_path / "whole", max_steps=2, **options)
+    pattern = r"^sample:\nnone, as there is no tokenizer: .*o200k_base.*\nRESULT"
+    assert re.search(pattern, expected["stdout"], re.M), expected["stdout"]
     out = tmp_path / "out"
-    finish(out, dataset=folder, **{**options, "max_steps": 2})
-    actual = finish(out, 2, dataset=folder, mode="zero2", resume="auto", **options)
-    assert "(1 before)" in actual["stdout"] and actual["param_sha256"] == expected["param_sha256"]
-    asked = finish(None, argv=[f"--resume={out}/step_00000004", "--eval_only"], plant=bare)
-    assert asked["val_loss"] == expected["val_loss"]
+    finish(out, max_steps=1, **options)
+    actual = finish(out, 2, mode="zero2", resume="auto", max_steps=2, **options)
+    assert actual["param_sha256"] == expected["param_sha256"]
+    words = [f"--resume={out}/step_00000002", "--eval_only"]
+    asked = finish(None, 2, argv=words, plant=bare)
+    assert asked["val_loss"] == expected["val_loss"] and "none, as" in asked["stdout"]
+    refused("tokenizer gpt9", tmp_path / "a", **{**options, "tokenizer": "gpt9"})
+    refused("tokenizer gpt2", tmp_path / "a", **{**options, "tokenizer": "gpt2",
+                                                 "dataset": ROOT / "LICENSE"})

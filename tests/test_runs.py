@@ -1,517 +1,798 @@
-"""train.py: stories.
+"""train.py and runs.py: faults of disks and machines, how a run ends, and its folder.
 
-A story is a list of legs, each a run that goes on with what the one before has left. Most have
-one leg. All stories of a family have to end on the same bits, losses and sample text, those of
-another family on others: so modes are compared, world sizes, options, resuming, and faults.
+After each fault a run goes on to the bits of an undisturbed one: metrics.jsonl has every step once,
+and no file is too many.
 """
 
-import dataclasses
+import contextlib
+import errno
 import fcntl
-import hashlib
 import itertools
 import json
-import math
 import os
+import pathlib
 import re
 import resource
+import shutil
 import signal
+import socket
 import time
-from collections import defaultdict
 from functools import partial
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
-from model import GPT, GPTConfig
-from tests.runs import (execute, fail, finish, flags, FORK, in_update, lines_of, nothing,
-                        record_trackers, run_train, spoil, write_line)
-from verify import adamw, MAX_NORM
+import data
+import model
+import runs
+from tests.runs import (ask, contents, execute, fail, finish, flags, FORK, in_update, launched_by,
+                        lines_of, nothing, refused, run_train, saved, Started, this_rank,
+                        undisturbed, view_of, write_line)
 
-STAGES = ("zero1", "zero2", "zero3")
-
-MODES = ("single", "naive", "ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-fsdp")
-ON_RANKS = MODES[1:]
-OURS_ON_RANKS = ("naive", "ddp", "zero1", "zero2", "zero3")
-
-
-@dataclasses.dataclass(eq=False)
-class Story:
-    family: object
-    name: str
-    legs: list
-    is_sampled: bool  # or only told with --full
-
-    def __str__(self):
-        return f"{self.family.name}: {self.name}"
+STEPS = 4
+GOES_ON = dict(save_interval=1, resume="auto")
 
 
-class Family:
-    """Stories that have to end on the same bits. The first one is what others are compared with."""
-
-    def __init__(self, name):
-        self.name = name
-        self.stories = []
-
-    def expected(self, folder):
-        """How the first story ends, which is told once for all processes that share a folder."""
-        path = folder / f"{self.name}.json"
-        with open(f"{path}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                (folder / self.name).mkdir()
-                path.write_text(json.dumps(tell(self.stories[0], folder / self.name)))
-        return json.loads(path.read_text())
+def as_undisturbed(out, actual, expected, steps=STEPS):
+    """Assert that a run has the bits, the metrics and the files of one that nothing disturbs."""
+    entries = lines_of(out / "metrics.jsonl")
+    assert [entry["step"] for entry in entries] == [*range(1, steps + 1)], entries
+    assert actual["param_sha256"] == expected["param_sha256"], "other bits"
+    left = [path.name for path in out.glob(".*")]
+    assert left == [".lock"], f"left over: {left}"
 
 
-FAMILIES = {}  # {name: Family}
-STORIES = []  # as parameters of a test
+def act_without_arguments(act):
+    act()
 
 
-def add_story(family, name, *legs, is_sampled=True):
-    """Add a story to a family."""
-    family = FAMILIES.setdefault(family, Family(family))
-    story = Story(family, name, legs, is_sampled)
-    family.stories.append(story)
-    STORIES.append(pytest.param(story, id=re.sub(r"\W+", "-", str(story))))
+def die(*_, **__):
+    """As by kill -9."""
+    signal.raise_signal(signal.SIGKILL)
 
 
-def one(family, W, mode, is_sampled=True, **options):
-    """A story of one leg."""
-    facts = [f"{name} {value}" for name, value in options.items() if name != "plant"]
-    name = ", ".join([f"{mode} on {W}", *facts])
-    add_story(family, name, dict(W=W, mode=mode, **options), is_sampled=is_sampled)
+# -------------------------------------------------------------------------------------------------
+# disks
 
 
-def chain(family, *legs, is_sampled=True, **options):
-    """A story of legs (mode, W), a step each."""
-    runs = []
-    for step, (mode, W) in enumerate(legs, start=1):
-        runs.append(dict(mode=mode, W=W, max_steps=step, save_interval=1, resume="auto", **options))
-    name = ", ".join(f"{mode} on {W}" for mode, W in legs)
-    add_story(family, name, *runs, is_sampled=is_sampled)
+def cut_power(path, n):
+    """Plant a power cut before the n-th update: what was not synced of metrics.jsonl is gone."""
+    real = os.fsync
+    synced = [0]  # bytes
+
+    def fsync(file):
+        descriptor = file if isinstance(file, int) else file.fileno()
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path):
+            synced[0] = path.stat().st_size
+        real(file)
+
+    def cut():
+        os.truncate(path, synced[0])
+        die()
+
+    os.fsync = fsync
+    in_update(n, None, act_without_arguments, cut)
 
 
-def disturbed(mode, status, fact, on_rank, act, *arguments, is_sampled=True):
-    """A run of two ranks that ends in its second or third step, and one that goes on.
+def fill_disk(path, n):
+    """Plant a disk that takes 20 more bytes of metrics.jsonl from the n-th update until the next
+    one, and so half a line; checkpoints are larger, and fail."""
+    update = torch.optim.AdamW.step
+    calls = itertools.count(1)
 
-    status: of rank 0. fact: what its stderr has to match. The others say what is planted.
-    """
-    options = dict(W=2, mode=mode, save_interval=1, resume="auto")
-    plant = partial(in_update, 2, on_rank, act, *arguments)
-    words = [getattr(argument, "name", str(argument)) for argument in arguments]
-    what = " ".join([act.__name__, *words])
-    add_story("two", f"{mode} on 2, rank {on_rank}: {what}",
-              dict(options, timeout_s=3, status=status, fact=fact, plant=plant), options,
-              is_sampled=is_sampled)
+    def step(optimizer, *closure):
+        is_full = next(calls) == n
+        most = path.stat().st_size + 20 if is_full else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        return update(optimizer, *closure)
 
-
-# Stages 2 and 3 add as one process does, for any W x micro-steps = 12, or 60.
-one("any W", 1, "single", global_batch_size=12)
-one("any W, 60", 1, "single", is_sampled=False, global_batch_size=60)
-for W, sampled in ((2, "zero2"), (3, "zero3"), (4, None), (6, None)):
-    for mode in ("zero2", "zero3"):
-        one("any W", W, mode, mode == sampled, global_batch_size=12)
-for W in (2, 3, 4, 5, 6, 10, 12):
-    for mode in ("zero2", "zero3"):
-        one("any W, 60", W, mode, is_sampled=False, global_batch_size=60)
-# Muon: each matrix is updated by the rank that owns it. Elastic, and from any mode to any other.
-MUON = dict(optimizer="muon", global_batch_size=6)
-one("muon", 1, "single", **MUON)
-for W, sampled in ((2, "zero3"), (3, "zero2"), (6, None)):
-    for mode in ("zero2", "zero3"):
-        one("muon", W, mode, mode == sampled, **MUON)
-for mode in ("naive", "ddp", "zero1"):
-    one("muon", 6, mode, False, **MUON)
-for W, mode in ((1, "single"), (2, "torch-ddp"), (2, "ddp")):
-    one("muon, 2 at once", W, mode, False, optimizer="muon", global_batch_size=2)
-one("muon, every W", 1, "single", max_steps=5, **MUON)
-chain("muon, every W", ("zero3", 3), ("zero3", 2), ("zero2", 3), ("single", 1), ("zero3", 6),
-      **MUON)
-one("not clipped", 1, "single", global_batch_size=15, grad_clip=0)
-one("not clipped", 3, "zero2", global_batch_size=15, grad_clip=0)
-one("not clipped", 5, "zero3", False, global_batch_size=15, grad_clip=0)
-one("not clipped", 15, "zero3", False, global_batch_size=15, grad_clip=0)
-
-# The others do so with one micro-step a rank.
-for N, sampled in ((3, "naive"), (4, "zero3"), (5, "ddp"), (6, None), (9, None)):
-    family = f"{N} at once"
-    for mode in MODES:
-        is_sampled = sampled is not None and (mode == "single" or (N, mode) == (4, "torch-fsdp"))
-        one(family, 1, mode, is_sampled, global_batch_size=N)
-    for mode in OURS_ON_RANKS:
-        one(family, N, mode, mode == sampled, global_batch_size=N)
-
-# With two they add a rank's own first.
-for mode in ("torch-fsdp", "zero1", "naive", "ddp", "torch-ddp"):
-    one("ranks first", 2, mode, mode in ("torch-fsdp", "zero1"), global_batch_size=4)
-
-# One micro-step a rank, options that change no bit, and faults.
-LOST = r"train\.py: .*step [23]\b"
-one("two", 1, "single")
-for mode in ON_RANKS:
-    one("two", 2, mode, is_sampled=False)
-one("two", 2, "ddp", comm_hook="hierarchical", node_size=1, bucket_cap_mb=0.001)
-one("two", 2, "ddp", comm_hook="topk", topk_ratio=1.0, find_unused_parameters=True)
-one("two", 2, "zero3", activation_checkpointing=True, profile=2, wandb=True, tensorboard=True,
-    plant=record_trackers)
-for mode in ("ddp", "zero2", "zero3"):
-    one("two", 2, mode, mode == "zero3", trace=True)
-one("two", 2, "torch-zero1")
-one("two", 2, "torch-fsdp-kept", is_sampled=False)
-one("two", 2, "zero3", shard_size=1, offload=True)
-one("two", 2, "zero2", shard_size=2)
-disturbed("zero3", 1, LOST, 1, math.sqrt, -1, is_sampled=False)  # raises
-disturbed("zero1", 1, LOST, 1, time.sleep, 60)
-# What gloo says when this rank was frozen for longer than the time limit.
-disturbed("zero2", 1, "step 2: .*pair closure", 0, fail,
-          "Application timeout caused pair closure")
-disturbed("ddp", 1, LOST, 1, signal.raise_signal, signal.SIGKILL)
-disturbed("zero3", 1, LOST, 1, signal.raise_signal, signal.SIGSTOP, is_sampled=False)
-disturbed("zero3", 143, "step [23]", 1, signal.raise_signal, signal.SIGTERM)
-disturbed("ddp", 130, "step [23]", 0, signal.raise_signal, signal.SIGINT, is_sampled=False)
-disturbed("zero2", 1, "step 2.*File too large", 1, resource.setrlimit, resource.RLIMIT_FSIZE,
-          (10_000, 10_000))
-
-# What was held for a moment before the run does not count.
-one("largest micro batch", 1, "single", global_batch_size=4, micro_batch_size=4)
-one("largest micro batch", 1, "single", global_batch_size=4, micro_batch_size="auto",
-    memory_limit_gb=1.2, plant=partial(np.ones, 2 * 10**8))
-
-# From an evaluated step of any mode and world size to any other.
-chain("two", ("zero3", 2), ("torch-fsdp", 2), ("zero1", 2), ("ddp", 2))
-one("all modes", 1, "single", is_sampled=False, max_steps=9)
-chain("all modes", *((mode, 2) for mode in (*ON_RANKS, "torch-fsdp", "naive")), is_sampled=False)
-one("every W", 1, "single", max_steps=5, global_batch_size=12)
-chain("every W", ("zero3", 4), ("zero2", 3), ("single", 1), ("zero3", 6), ("zero2", 2),
-      global_batch_size=12)
-
-# Numbers of 16 bits, and comm hooks.
-for mode in MODES:
-    W = 1 if mode == "single" else 2
-    one("dtype bf16", W, mode, mode in ("single", "ddp", "zero2"), dtype="bf16")
-    one("dtype fp16", W, mode, mode in ("single", "ddp", "zero3"), dtype="fp16")
-for mode in STAGES:
-    one("param_dtype bf16", 2, mode, mode != "zero3", param_dtype="bf16")
-    one("param_dtype fp16", 2, mode, False, param_dtype="fp16")
-    one("reduce_dtype bf16", 2, mode, mode != "zero3", reduce_dtype="bf16")
-for hook in ("bf16", "powersgd", "topk"):
-    one(f"comm_hook {hook}", 2, "ddp", hook == "topk", comm_hook=hook)
-# What top-k has not sent yet goes on with the run; new ranks have nothing of it.
-chain("comm_hook topk", *4 * [("ddp", 2)], comm_hook="topk")
-chain("joined", ("ddp", 2), ("ddp", 4), comm_hook="topk", global_batch_size=4)
-
-# A nan or an inf on one rank in steps 2 and 3: skipped by all, who in fp16 halve the scale.
-for mode in ("ddp", "zero3", "zero2", "naive", "zero1", "torch-ddp", "torch-fsdp"):
-    one("nan", 2, mode, mode in ("ddp", "zero3"),
-        plant=partial(spoil, "cross_entropy", (2, 3), math.nan))
-    one("inf", 2, mode, mode in ("ddp", "zero3", "zero2"), dtype="fp16",
-        plant=partial(spoil, "embedding", (2, 3), math.inf))
+    torch.optim.AdamW.step = step
 
 
-def tell(story, folder):
-    """Run a story in a folder -> {what its family shares: value}: hash, sample text and losses."""
-    for leg in story.legs:
-        if "fact" in leg:  # rank 0 speaks; a rank that is lost may end in any way
-            leg = dict(leg)
-            status = leg.pop("status")
-            fact = leg.pop("fact")
-            run = run_train(folder, **leg)
-            assert run.codes[0] == status and re.search(fact, run.stderr[0]), run
-            assert "Traceback" not in run.stderr[0], run.stderr[0]
-            unfinished = [*folder.glob(".step_*")]
-            assert "File" not in fact or not unfinished, f"unfinished files: {unfinished}"
-        else:
-            result = finish(folder, **leg)
-    promised(folder, result, **{"max_steps": 4, **leg})
-    entries = lines_of(folder / "metrics.jsonl")
-    end = {}
-    for entry in entries:
-        for name in ("loss", "val_loss"):
-            end[f"{name} of step {entry['step']}"] = entry[name]
-    end["sample"] = re.search(r"sample:.*(?=RESULT)", result["stdout"], re.DOTALL)[0]
-    for name in ("train_loss", "val_loss", "param_sha256"):
-        end[name] = result[name]
-    return end
+def full_log():
+    """Plant stdout and stderr on a full disk."""
+    for descriptor in (1, 2):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
 
 
-METRICS = {"step", "loss", "lr", "grad_norm", "param_norm", "val_loss", "tokens_per_sec",
-           "step_ms", "comm_exposed_ms", "mfu", "mem_bytes"}
-RESULT = {"mode", "world_size", "steps", "train_loss", "val_loss", "tokens_per_sec", "step_ms",
-          "comm_exposed_ms", "peak_mem_bytes", "bytes_per_param", "param_sha256", "threads"}
-# Of a parameter: those that a rank holds, and those that are divided among ranks.
-BYTES = {"zero1": (8, 8), "zero2": (4, 12), "zero3": (0, 16), "torch-fsdp": (0, 16),
-         "torch-zero1": (8, 8), "torch-fsdp-kept": (0, 16),
-         "zero1 param_dtype": (2, 16), "zero2 param_dtype": (2, 16), "zero1 reduce_dtype": (4, 12)}
+def test_a_power_cut_costs_no_line(tmp_path):
+    """It takes what was not synced."""
+    run = run_train(tmp_path, plant=partial(cut_power, tmp_path / "metrics.jsonl", 3), **GOES_ON)
+    assert run.codes == [-signal.SIGKILL], run
+    as_undisturbed(tmp_path, finish(tmp_path, **GOES_ON), undisturbed())
 
 
-def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **options):
-    """Assert that metrics.jsonl, RESULT, traces, trackers and memory are as documented.
-
-    A step that was skipped, for a nan or an inf, has no loss or norm and leaves the parameters'
-    norm as it was. Memory may differ from its formula by 2 %, the rounding of shards; torch alone
-    takes more than 100 MB.
-    """
-    entries = lines_of(folder / "metrics.jsonl")
-    assert [entry["step"] for entry in entries] == list(range(1, max_steps + 1))
-    for before, entry in itertools.pairwise(entries):
-        is_skipped = entry["param_norm"] == before["param_norm"]
-        assert is_skipped == (None in (entry["loss"], entry["grad_norm"])), entry
-        assert METRICS <= entry.keys() and entry["mem_bytes"] > 1e8, entry
-        assert 0 <= (entry["comm_exposed_ms"] or 0) <= entry["step_ms"], entry
-    loss = entries[0]["loss"]
-    val_loss = entries[0]["val_loss"]
-    assert abs(loss - val_loss) < 1, f"in step 1 loss is {loss}, and val_loss {val_loss}"
-    assert RESULT <= result.keys() and result["peak_mem_bytes"] > 1e8, result
-    assert ("torch" in mode) == (result["comm_exposed_ms"] is None), result
-    facts = dict(mode=mode, world_size=W, steps=max_steps, threads=1,
-                 val_loss=entries[-1]["val_loss"])
-    actual = {name: result[name] for name in facts}
-    assert actual == facts, f"RESULT has {actual}, expected are {facts}"
-    kind = mode
-    for name in ("param_dtype", "reduce_dtype"):
-        if f"{mode} {name}" in BYTES and name in options:
-            kind = f"{mode} {name}"
-    whole, sharded = BYTES.get(kind, (16, 0))
-    expected = whole + sharded / (W if shard_size is None else shard_size)
-    actual = result["bytes_per_param"]
-    if options.get("optimizer") == "muon":
-        # One number of state for a matrix of blocks, not two; and its owner has all of it.
-        least, most = expected - 4, 1.5 * expected
-    else:
-        least, most = 0.98 * expected, 1.02 * expected
-    assert least < actual < most, f"{actual} bytes a parameter, expected are {least} to {most}"
-    traces = [path.read_text() for path in folder.glob("*trace*")]
-    assert len(traces) == (W if profile else 0), f"{len(traces)} traces"
-    for trace in traces:
-        assert all(kind in trace for kind in ("gather", "reduce", "wait")), "ranges without a name"
-        assert len(set(re.findall(r"ProfilerStep#\d+", trace))) == profile, "steps in a trace"
-    if "trace" in options:
-        ranges = ranges_of_trace(result["stdout"])
-        assert [*ranges] == [*range(W)], f"the trace has ranks {[*ranges]}"
-        for actual in ranges.values():
-            assert_sensible(actual, mode)
-    if "wandb" in options:
-        expected = []
-        for entry in entries:
-            expected += [[name, entry["step"], entry["loss"]] for name in ("loss", "wandb")]
-        assert lines_of(folder / "losses") == expected, "trackers get other losses"
+def test_a_full_disk_costs_no_line(tmp_path):
+    """It takes half a line, and no checkpoint. The run goes on, and so do the metrics. If it is
+    full in the last step, the line says so, and the status; the checkpoint before is as it was."""
+    out = tmp_path / "out"
+    metrics = out / "metrics.jsonl"
+    fact = "step 2 is not yet in the metrics(.|\n)*step 2: the checkpoint failed"
+    actual = finish(out, fact=fact, plant=partial(fill_disk, metrics, 2), **GOES_ON)
+    as_undisturbed(out, actual, undisturbed())
+    fact = f"step {STEPS}: the checkpoint failed, earlier ones are as they were"
+    finish(out, status=1, fact=fact, plant=partial(fill_disk, metrics, STEPS), save_interval=1)
+    assert saved(out) == [STEPS - 2, STEPS - 1], saved(out)
+    as_undisturbed(out, finish(out, **GOES_ON), undisturbed())
 
 
-def ranges_of_trace(printed):
-    """{rank: [(milliseconds, kind, what)]} of what --trace prints."""
-    ranges = defaultdict(list)
-    for rank, ms, kind, what in re.findall(r"^rank (\d) +([\d.]+) ms  (\w+): (.*)$", printed, re.M):
-        ranges[int(rank)].append((float(ms), kind, what))
-    return ranges
+def test_a_full_log_is_no_reason_to_end(tmp_path):
+    finish(tmp_path, plant=full_log, **GOES_ON)
+    as_undisturbed(tmp_path, ask(tmp_path / f"step_{STEPS:08d}"), undisturbed())
 
 
-def assert_sensible(ranges, mode):
-    """Assert that a step of two blocks comes in the order of time, that what is started is waited
-    for, and that this is what the mode does: ddp reduces buckets, the stages unshard units, and
-    stage 3 frees them, at the end all."""
-    times = [ms for ms, _, _ in ranges]
-    assert times == sorted(times) and times[0] >= 0, f"not in order: {times}"
-    of_kind = defaultdict(list)
-    for _, kind, what in ranges:
-        what = re.sub(r", [\d.]+ ms$", "", what)  # how long a wait took
-        of_kind[kind].append(what)
-    assert of_kind["forward"] == ["blocks.0", "blocks.1"], of_kind
-    assert of_kind["backward"] == ["blocks.1", "blocks.0"], of_kind
-    assert of_kind["update"] == ["AdamW"], of_kind
-    reduced = {what for what in of_kind["start"] if what.startswith("reduce the bucket")}
-    assert reduced and set(of_kind["start"]) <= set(of_kind["wait"]), of_kind
-    units = {what.removeprefix("unshard ") for what in of_kind["start"]} - reduced
-    freed = set(of_kind["free"])
-    # Stages 1 and 2 have gathered what the update changed in the evaluation after it.
-    assert len(units) == (3 if mode == "zero3" else 0), f"units {units}"
-    assert freed == (units if mode == "zero3" else set()), f"{units} are unsharded, freed {freed}"
+def test_a_folder_that_goes_is_noticed(tmp_path):
+    """A run whose out_dir is removed, and with it the lock, says so, writes no checkpoint that
+    seems to be whole, and ends with status 1."""
+    out = tmp_path / "out"
+    finish(out, status=1, save_interval=1, plant=partial(in_update, 3, 0, shutil.rmtree, out),
+           fact=r"checkpoint failed, .*\.lock was removed")
+    assert not saved(out)
 
 
-@pytest.mark.parametrize("story", STORIES)
-def test_stories(story, shared_folder, tmp_path):
-    """Modes, world sizes and options that promise the same bits end on the same param_sha256,
-    losses (means over all ranks) and sample; so does a run that is resumed in another mode or at
-    another world size, or whose rank raises, dies, hangs, is told to stop or has a full disk: it
-    ends in time, and says in which step. metrics.jsonl, RESULT and traces are as documented."""
-    is_first = story is story.family.stories[0]
-    actual = None if is_first else tell(story, tmp_path)
-    expected = story.family.expected(shared_folder)
-    for what, value in expected.items():
-        assert is_first or actual[what] == value, (
-            f"{what} is {actual[what]}, in {story.family.stories[0]} {value}")
+# Whatever changes names on a disk. What is written between two of these has no name yet.
+CALLS = ("mkdir", "rename", "replace", "symlink", "unlink", "rmdir")
 
 
-def test_families_differ(shared_folder):
-    """Stories of different families end on different bits: so agreement says something."""
-    family_of = {}
-    for name, family in FAMILIES.items():
-        if family.stories[0].is_sampled:
-            digest = family.expected(shared_folder)["param_sha256"]
-            assert digest not in family_of, f"{name} ends on the bits of {family_of[digest]}"
-            family_of[digest] = name
+def die_in_save(n, log):
+    """Plant a kill -9 before the n-th of these calls from the beginning of the second checkpoint
+    on, and a log of their names, written before the third update."""
+    names = []
+    is_on = [False]
+    n_saves = itertools.count(1)
+    save = dcp.save
+
+    def watched(name, real):
+        def call(*arguments, **options):
+            if is_on[0]:
+                names.append(name)
+                if len(names) == n:
+                    die()
+            return real(*arguments, **options)
+
+        return call
+
+    def watched_save(*arguments, **options):
+        is_on[0] = next(n_saves) == 2
+        return save(*arguments, **options)
+
+    def end():
+        is_on[0] = False
+        log.write_text(json.dumps(names))
+
+    if this_rank() == 0:
+        for name in CALLS:
+            setattr(os, name, watched(name, getattr(os, name)))
+        dcp.save = watched_save
+        in_update(3, 0, act_without_arguments, end)
 
 
-def test_short_rest_has_no_trace(tmp_path):
-    """A run that resumes with --trace, and has less than three steps left, goes on and says so."""
-    finish(tmp_path, save_interval=1)
-    actual = finish(tmp_path, save_interval=1, resume="auto", max_steps=6, trace=True)
-    assert "no trace: it begins in the third step, and there are 2 more" in actual["stdout"]
-    assert actual["steps"] == 6
+@pytest.mark.parametrize("W, mode, every", [(1, "single", 1), (2, "zero2", 4)])
+def test_a_kill_anywhere_in_a_save(W, mode, every, tmp_path):
+    """After kill -9 of rank 0 before any call by which a checkpoint is written, gets its name and
+    pushes out an older one; with two ranks before some of them."""
+    options = dict(GOES_ON, mode=mode, keep_last=1, max_steps=3)
+    log = tmp_path / "names"
+    expected = finish(tmp_path / "alone", W, plant=partial(die_in_save, None, log), **options)
+    names = json.loads(log.read_text())
+    assert len(names) > 10 and set(CALLS) == {*names}, names
+    for place in range(0, len(names), every):
+        out = tmp_path / str(place)
+        plant = partial(die_in_save, place + 1, tmp_path / "unread")
+        killed = run_train(out, W, plant=plant, **options)
+        assert killed.codes[0] == -signal.SIGKILL, f"{names[place]}: {killed}"
+        as_undisturbed(out, finish(out, W, **options), expected, steps=3)
 
 
-def die_in(*functions):
-    """Kill this process as `kill -9` does when it next calls one of os's functions."""
-    def die(*_, **__):
-        signal.raise_signal(signal.SIGKILL)
+def note_early_renames(log):
+    """Plant a note of every file that this process has written and renames, or whose folder it
+    renames, before it is synced: after a power cut a name without content would be left."""
+    begin_s = time.time()
+    synced = set()  # inodes
+    fsync = os.fsync
 
-    for name in functions:
-        setattr(os, name, die)
+    def noted_fsync(file):
+        descriptor = file if isinstance(file, int) else file.fileno()
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(file)
 
+    def noted(rename):
+        def renamed(source, target, **options):
+            for path in (pathlib.Path(source), *pathlib.Path(source).rglob("*")):
+                is_new = path.is_file() and path.stat().st_mtime > begin_s
+                if is_new and not path.is_symlink() and path.stat().st_ino not in synced:
+                    write_line(log, str(path))
+            rename(source, target, **options)
 
-def pause(optimizer):
-    signal.pause()
+        return renamed
 
-
-@dataclasses.dataclass
-class Event:
-    steps: int
-    plants: list  # in a node of two ranks and, if there are two, in another node of one rank
-    worlds: list  # how many ranks the run has, in turn
-
-
-EVENTS = {
-    "rank 0 dies in fsync": Event(4, [partial(in_update, 3, 0, die_in, "fsync")], [2, 2]),
-    "rank 0 dies in rename": Event(8, [partial(in_update, 3, 0, die_in, "rename", "replace")],
-                                   [2, 2, 2, 2]),
-    "a node dies": Event(4, [nothing, partial(in_update, 3, None, os.killpg, 0, signal.SIGKILL)],
-                         [3, 2]),
-    # The rank that pauses ends by SIGTERM.
-    "a node joins": Event(4, [partial(in_update, 3, 0, pause), nothing], [2, 3])}
+    os.fsync, os.rename, os.replace = noted_fsync, noted(os.rename), noted(os.replace)
 
 
-def under_torchrun(folder, plant, n_ranks, n_nodes, port, **options):
-    """torchrun's agent on a node, with three restarts; ranks are forked, not started anew."""
-    config = LaunchConfig(min_nodes=1, max_nodes=n_nodes, nproc_per_node=n_ranks, run_id="verify",
+def test_files_are_synced_before_they_get_their_names(tmp_path):
+    """Checkpoints, and the metrics of a run that goes back to an earlier checkpoint."""
+    out = tmp_path / "out"
+    log = tmp_path / "early"
+    plant = partial(note_early_renames, log)
+    finish(out, save_interval=1, plant=plant)
+    finish(out, save_interval=1, resume=out / "step_00000003", plant=plant)
+    assert not log.exists(), f"renamed before they were synced: {lines_of(log)}"
+    assert saved(out)[-2:] == [3, 4]
+
+
+# -------------------------------------------------------------------------------------------------
+# ends
+
+# The mode, and what happens in the second update of the last rank; the statuses of all ranks, None
+# for any; what rank 0 says; whether the rank where it has happened has a traceback.
+KILLED = -signal.SIGKILL
+LOST = r"\Atrain\.py: rank 0 failed in step [23]: \w+: .*\n\Z"
+ENDS = {
+    "dies": ("ddp", (signal.raise_signal, signal.SIGKILL), [1, KILLED], LOST, False),
+    "hangs": ("zero1", (time.sleep, 60), [1, None], LOST, False),
+    "stops": ("zero2", (signal.raise_signal, signal.SIGSTOP), [1, None], LOST, False),
+    "has a bug": ("zero3", (fail, "planted"), [1, 1], LOST, True),
+    "alone has a bug": ("single", (fail, "planted"), [1], LOST.removeprefix(r"\A"), True),
+    # What gloo says when this rank was frozen for longer than the time limit.
+    "was frozen": ("zero2", (fail, "Application timeout caused pair closure"), [1, 1], LOST, False),
+    "has a full disk": ("zero2", (resource.setrlimit, resource.RLIMIT_FSIZE, (10_000, 10_000)),
+                        [1, 1], "step 2: the checkpoint failed.*File too large", False)}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_how_a_run_ends(name, tmp_path):
+    """1 and one line with the step where another rank has died, or hangs for --timeout_s; a bug
+    keeps its traceback, before the line. The run can go on."""
+    mode, planted, codes, fact, is_bug = ENDS[name]
+    W = len(codes)
+    options = dict(GOES_ON, mode=mode)
+    ended = run_train(tmp_path, W, timeout_s=3, plant=partial(in_update, 2, W - 1, *planted),
+                      **options)
+    for actual, code in zip(ended.codes, codes):
+        assert code in (actual, None), ended
+    assert re.search(fact, ended.stderr[0]), ended
+    text = ended.stderr[-1]
+    assert ("Traceback" in text and "fail\n    raise RuntimeError" in text) == is_bug, text
+    assert W == 1 or "Traceback" not in ended.stderr[0], ended
+    if "disk" in name:
+        assert not [*tmp_path.glob(".step_*")], "an unfinished checkpoint is left"
+    as_undisturbed(tmp_path, finish(tmp_path, W, **options), undisturbed())
+
+
+def bug_in_model():
+    def build(gpt, config):
+        raise ValueError("a bug")
+
+    model.GPT.__init__ = build
+
+
+@pytest.mark.parametrize("W", [1, 2])
+def test_a_bug_is_not_a_mistake(W, tmp_path):
+    """One in the model's constructor keeps its traceback, and the status is 1; sizes that do not
+    fit are a mistake."""
+    ended = run_train(tmp_path, W, plant=bug_in_model)
+    assert ended.codes == [1] * W, ended
+    assert "Traceback" in ended.stderr[0] and "in build\n" in ended.stderr[0], ended
+    assert "train.py: rank 0 failed in step 0: ValueError: a bug\n" in ended.stderr[0], ended
+    refused("n_embd 16", tmp_path, W, n_head=3)
+
+
+def allocate_too_much(optimizer):
+    torch.empty(10**15)
+
+
+def limit_memory():
+    """Plant a limit on what this process may have, half a gigabyte above what it has."""
+    pages = int(open("/proc/self/statm").read().split()[0])
+    n_bytes = pages * resource.getpagesize() + 500_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+
+
+def test_out_of_memory_is_said(tmp_path):
+    """On a CPU, too: what takes less; one line, no traceback; before the first step as in a step,
+    with the size where the allocator says it."""
+    refused("out of memory.*takes less: a smaller --micro_batch_size", tmp_path / "a",
+            n_embd=10**12)
+    ended = run_train(tmp_path / "b", 2, mode="zero1",
+                      plant=partial(in_update, 2, 1, allocate_too_much))
+    assert "Traceback" not in "".join(ended.stderr), ended
+    fact = (r"rank 1 failed in step 2: RuntimeError: out of memory: .*to allocate 4000000000000000 "
+            r"bytes.*\. What takes less: .*\n\Z")
+    assert re.search(fact, ended.stderr[1]), ended
+    ended = run_train(tmp_path / "c", plant=limit_memory, micro_batch_size=512,
+                      global_batch_size=512, n_embd=256)
+    assert ended.codes == [1] and "Traceback" not in ended.stderr[0], ended
+    assert re.search("step 1: .*out of memory: .*--micro_batch_size", ended.stderr[0]), ended
+
+
+def raise_all(numbers):
+    for number in numbers:
+        signal.raise_signal(number)
+
+
+def send(numbers, on_rank, is_torchruns=False):
+    """Plant signals in the second update of a rank, or of all."""
+    if is_torchruns:
+        os.environ["TORCHELASTIC_RUN_ID"] = "tests"
+    in_update(2, on_rank, raise_all, numbers)
+
+
+@pytest.mark.parametrize("W, mode, on_rank, number", [
+    (1, "single", 0, signal.SIGTERM), (3, "zero2", 1, signal.SIGINT), (2, "ddp", None, 15)])
+def test_a_signal_ends_a_run(W, mode, on_rank, number, tmp_path):
+    """All ranks finish the step, save and end with 128 + the number, also if one alone got it; the
+    run can go on."""
+    options = dict(mode=mode, save_interval=100, eval_interval=0, global_batch_size=W)
+    finish(tmp_path, W, status=128 + number, plant=partial(send, [number], on_rank),
+           fact=r"\Atrain.py: stopped by a signal after step [23]; go on with --resume auto\n\Z",
+           **options)
+    n_steps = lines_of(tmp_path / "metrics.jsonl")[-1]["step"]
+    assert n_steps in (2, 3) and saved(tmp_path) == [n_steps], saved(tmp_path)
+    actual = finish(tmp_path, W, resume="auto", **options)
+    as_undisturbed(tmp_path, actual, undisturbed(global_batch_size=W, eval_interval=0))
+
+
+def test_a_run_without_checkpoints_stops_too(tmp_path):
+    finish(tmp_path, 2, 130, r"stopped by a signal after step [23]\n\Z", mode="zero3",
+           plant=partial(send, [signal.SIGINT], 0))
+
+
+@pytest.mark.parametrize("number, is_torchruns, n, is_at_once", [
+    (signal.SIGINT, False, 2, True), (signal.SIGINT, True, 2, False),
+    (signal.SIGTERM, True, 3, True), (runs.ORPHANED, True, 5, False)])
+def test_one_more_signal_ends_a_run_at_once(number, is_torchruns, n, is_at_once, tmp_path):
+    """The second one; under torchrun, which passes on what a terminal sends, the third. The step is
+    not finished, and the status is the same. That torchrun has ended Linux says once for each of
+    its threads, and it counts as one SIGTERM."""
+    status = 128 + (signal.SIGTERM if number == runs.ORPHANED else number)
+    finish(tmp_path, status=status, plant=partial(send, n * [number], 0, is_torchruns),
+           save_interval=1, fact="^$" if is_at_once else "stopped by a signal after step 3")
+    assert saved(tmp_path) == ([1] if is_at_once else [2, 3]), saved(tmp_path)
+
+
+def stop(path):
+    """Stop this process, and leave its number."""
+    path.write_text(str(os.getpid()))
+    signal.raise_signal(signal.SIGSTOP)
+
+
+def test_a_second_signal_ends_a_run_that_waits(tmp_path):
+    """Also in a collective, in which no handler of Python's runs."""
+    plant = partial(in_update, 2, 1, stop, tmp_path / "stopped")
+    with Started(tmp_path / "out", 2, mode="zero2", plant=plant) as run:
+        run.wait_for(tmp_path / "stopped")
+        time.sleep(0.5)  # now rank 0 waits
+        start_s = time.monotonic()
+        for _ in range(2):
+            os.kill(run.processes[0].pid, signal.SIGINT)
+            time.sleep(0.3)  # or the kernel makes one of them
+        while run.processes[0].is_alive():
+            assert time.monotonic() - start_s < 10, "it still waits"
+            time.sleep(0.01)
+        run.processes[1].kill()
+        ended = run.end()
+    assert ended.codes == [130, -signal.SIGKILL], ended
+
+
+# -------------------------------------------------------------------------------------------------
+# one run at a time
+
+
+class Frozen(Started):
+    """A run in out_dir that stops in its third update, until it is told to go on."""
+
+    def __init__(self, folder, out, W=1, **options):
+        plant = partial(in_update, 3, 0, stop, folder / "stopped")
+        super().__init__(out, W, plant=plant, save_interval=1, keep_last=9, **options)
+        pid = int(self.wait_for(folder / "stopped"))
+        self.fact = f"in {out} a run is alive: host {socket.gethostname()}, pid {pid}, step 2. "
+
+    def go_on(self):
+        """-> how the run ends."""
+        self.processes[0].join(0.1)  # it has left its number, and may not have stopped yet
+        os.kill(self.processes[0].pid, signal.SIGCONT)
+        return self.end()
+
+
+def test_a_second_run_is_refused(tmp_path):
+    """While a run is alive, also if it is frozen, another one that begins anew is refused at once,
+    in one line with host, pid and step, and moves and changes nothing. So is one that would go on
+    from another folder, which is a new run here; and what another torchrun starts again. An
+    evaluation needs no right, and writes nothing. The first run ends as if nothing was."""
+    out = tmp_path / "out"
+    other = undisturbed(save_interval=4)["folder"]
+    with Frozen(tmp_path, out, 2, mode="zero2") as first:
+        before = view_of(out)  # of all that is in it
+        facts = json.loads((out / ".lock").read_text())
+        start_s = time.monotonic()
+        refused(first.fact, out, 2, mode="zero2")
+        refused(first.fact, out, resume=other / "step_00000004")
+        refused(first.fact, out, plant=partial(launched_by, "another", 1), timeout_s=30)
+        assert time.monotonic() - start_s < 25, "it has waited"
+        assert ask("auto", out_dir=out)["steps"] == 2
+        assert view_of(out) == before, "something has changed"
+        ended = first.go_on()
+    assert ended.codes == [0, 0], ended
+    as_undisturbed(out, ask("auto", out_dir=out), undisturbed())
+    assert json.loads((out / ".lock").read_text()) == dict(facts, step=4)
+
+
+def note_waiting(path, plant):
+    """Plant a note that the lock was asked for, and is another one's."""
+    real = fcntl.flock
+
+    def flock(*arguments):
+        try:
+            real(*arguments)
+        except BlockingIOError:
+            path.write_text("it waits")
+            raise
+
+    fcntl.flock = flock
+    plant()
+
+
+@pytest.mark.parametrize("kind", ["auto", "path", "restart"])
+def test_a_run_that_resumes_waits(kind, tmp_path):
+    """--resume auto, PATH in that folder, and a restart by torchrun wait until the run there ends,
+    and then go on; but not for longer than --timeout_s, after which they are refused as any other
+    one, and have changed nothing. Nobody takes over."""
+    out = tmp_path / "out"
+    options = dict(save_interval=1, keep_last=9, max_steps=6)
+    options["resume"] = dict(auto="auto", path=out / "step_00000002", restart=None)[kind]
+    plant = nothing
+    if kind == "restart":  # without logs, by which torchruns are told apart
+        plant = partial(os.environ.update, dict(TORCHELASTIC_RESTART_COUNT="1"))
+    with Frozen(tmp_path, out) as first:
+        before = view_of(out)
+        start_s = time.monotonic()
+        refused(first.fact, out, plant=plant, timeout_s=1, **options)
+        assert time.monotonic() - start_s > 1, "it has not waited"
+        assert view_of(out) == before, "something has changed"
+        plant = partial(note_waiting, tmp_path / "waits", plant)
+        with Started(out, plant=plant, **options) as later:
+            later.wait_for(tmp_path / "waits")
+            ended = first.go_on()
+            assert ended.codes == [0] and not ended.stderr[0], ended
+            ended = later.end()
+            assert ended.codes == [0], ended
+    as_undisturbed(out, ask("auto", out_dir=out), undisturbed(max_steps=6), steps=6)
+
+
+def at_once(folder, n):
+    """Plant a wait for n runs at the place where they ask for the lock, and a long first step."""
+    real = fcntl.flock
+
+    def flock(*arguments):
+        (folder / str(os.getpid())).touch()
+        while len(os.listdir(folder)) < n:
+            time.sleep(0.001)
+        real(*arguments)
+
+    fcntl.flock = flock
+    in_update(1, None, time.sleep, 0.7)
+
+
+@pytest.mark.parametrize("n, resume", [(3, None), (2, "auto")])
+def test_of_starts_at_once_one_runs(n, resume, tmp_path):
+    """Of runs that start at the same moment exactly one runs, as if it were alone, and the others
+    end with 2. With --resume auto they wait, and find that all has been done."""
+    out = tmp_path / "out"
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    with contextlib.ExitStack() as stack:
+        started = []
+        for _ in range(n):
+            run = Started(out, plant=partial(at_once, meeting, n), save_interval=1, resume=resume)
+            started.append(stack.enter_context(run))
+        ended = [run.end() for run in started]
+    codes = sorted(run.codes[0] for run in ended)
+    assert codes == [0, *[0 if resume else 2] * (n - 1)], [*map(str, ended)]
+    for run in ended:
+        refusal = "a run is alive: host " if run.codes[0] else ""
+        assert refusal in run.stderr[0] and "Traceback" not in run.stderr[0], run
+    n_idle = sum("all 4 steps have been made" in run.stdout[0] for run in ended)
+    assert n_idle == (n - 1 if resume else 0), [run.stdout[0] for run in ended]
+    assert not (out / "earlier").exists(), "something was moved"
+    as_undisturbed(out, ask("auto", out_dir=out), undisturbed())
+
+
+def signal_in_loading(number):
+    """Plant a signal before the first step."""
+    def load_tokens(*_):
+        signal.raise_signal(number)
+
+    data.load_tokens = load_tokens
+
+
+def test_a_lock_goes_with_its_run(tmp_path):
+    """A run that ends by a mistake, by a signal before its first step, or by an error does not keep
+    the next one from beginning, which finds all as it was."""
+    out = tmp_path / "out"
+    finish(out, save_interval=4)
+    refused("n_embd", out, resume="auto", n_embd=32)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        ended = run_train(out, plant=partial(signal_in_loading, number))
+        assert ended.codes == [-number] and not ended.stderr[0], ended
+    assert saved(out)[-1] == 4 and not (out / "earlier").exists(), "something was moved"
+    ended = run_train(out, plant=partial(in_update, 2, 0, fail, "planted"))
+    assert ended.codes == [1], ended
+    finish(out)
+
+
+def fail_to_lock(number):
+    """Plant a file system without such locks, as some of a network are."""
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    fcntl.flock = flock
+
+
+def test_a_file_system_without_locks_is_told(tmp_path):
+    """In one line, and the run goes on."""
+    number = errno.ENOTSUP
+    fact = rf"\Atrain\.py: \S*/\.lock: {os.strerror(number)}: so other runs may write there.*\n\Z"
+    for resume in (None, "auto"):
+        actual = finish(tmp_path, 2, mode="zero2", plant=partial(fail_to_lock, number), fact=fact,
+                        save_interval=4, resume=resume)
+        assert actual["steps"] == 4
+
+
+@pytest.mark.parametrize("text", ["", "no JSON", "5", "[1]", 5000 * "x"])
+def test_a_strange_lock_is_signed_anew(text, tmp_path):
+    """Whatever .lock has, and however much; who holds it can be read as soon as it is held."""
+    (tmp_path / ".lock").write_text(text)
+    folder = runs.Folder(tmp_path)
+    folder.take(None, 0)
+    facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, launch=None,
+                 has_begun=False)
+    assert json.loads((tmp_path / ".lock").read_text()) == facts == folder.holder()
+    os.close(folder.lock)
+
+
+def test_mistakes_leave_nothing(tmp_path):
+    """Where --resume names no checkpoint nothing is made, not even a lock."""
+    for path in (tmp_path / "no/step_00000001", tmp_path):
+        refused("no checkpoint", None, argv=[f"--resume={path}"])
+    assert not [*tmp_path.iterdir()], [*tmp_path.iterdir()]
+
+
+# -------------------------------------------------------------------------------------------------
+# earlier runs
+
+
+def test_nothing_is_lost(tmp_path):
+    """Whatever begins anew in a used folder, or goes back: all that was written is there."""
+    out = tmp_path / "out"
+    kept = set()
+    for number, options in enumerate((dict(seed=1), dict(seed=2, profile=1, max_steps=3),
+                                      dict(seed=3, max_steps=3),
+                                      dict(seed=3, resume=out / "step_00000001"), dict(seed=4))):
+        kept |= contents(out) if out.exists() else set()
+        finish(out, **{**dict(save_interval=1, keep_last=9, max_steps=2), **options})
+        lost = kept - contents(out)
+        assert not lost, f"lost by run {number}: {lost}"
+    assert sorted(path.name for path in (out / "earlier").iterdir()) == ["1", "2", "3", "4"]
+    assert not [*out.glob("trace*")], "a trace of another run is left"
+
+
+def test_links_and_files_are_no_obstacle(tmp_path):
+    """A checkpoint that was moved to another disk, with a link in its place, is read; the link goes
+    when it is one too many, and what it leads to stays. So does a file that is named as a
+    checkpoint that is not complete."""
+    out, disk = tmp_path / "out", tmp_path / "disk"
+    finish(out, save_interval=1, max_steps=2)
+    disk.mkdir()
+    (out / "step_00000002").rename(disk / "step_00000002")
+    (out / "step_00000002").symlink_to(disk / "step_00000002")
+    (out / ".step_00000008").write_text("a file")
+    actual = finish(out, save_interval=1, resume="auto", keep_last=1)
+    assert "after step 2" in actual["stdout"] and saved(out)[-1] == 4, actual
+    assert not [*out.glob(".step_*")]
+    assert (disk / "step_00000002/SHA256SUMS").exists(), "what the link leads to is gone"
+    finish(out, save_interval=1, resume="auto", max_steps=5)
+
+
+# -------------------------------------------------------------------------------------------------
+# torchrun
+
+
+LOGS = "/logs/none_{}/attempt_{}/0/error.json"
+MINE = dict(TORCHELASTIC_ERROR_FILE=LOGS.format("mine", 0), TORCHELASTIC_RESTART_COUNT="0")
+AGAIN = dict(TORCHELASTIC_ERROR_FILE=LOGS.format("mine", 1), TORCHELASTIC_RESTART_COUNT="1")
+OTHER = dict(TORCHELASTIC_ERROR_FILE=LOGS.format("other", 1), TORCHELASTIC_RESTART_COUNT="1")
+NO_LOGS = dict(TORCHELASTIC_ERROR_FILE="", TORCHELASTIC_RESTART_COUNT="0")
+NO_LOGS_AGAIN = dict(TORCHELASTIC_ERROR_FILE="", TORCHELASTIC_RESTART_COUNT="1")
+
+
+@pytest.mark.parametrize("before, has_begun, now, expected", [
+    (MINE, True, {}, False),  # this is no torchrun
+    (MINE, True, MINE, True),  # other nodes have come or gone
+    (MINE, True, AGAIN, True),
+    (MINE, False, MINE, False),
+    (MINE, True, OTHER, False),
+    ({}, True, AGAIN, False),
+    ({}, True, {}, False),
+    ({}, True, NO_LOGS, False),
+    ({}, True, NO_LOGS_AGAIN, True),  # without logs the count tells
+    ({}, False, NO_LOGS_AGAIN, False)])
+def test_a_restart_is_known(before, has_begun, now, expected, tmp_path):
+    """What an out_dir has is of a run that this torchrun has begun, or of an earlier one."""
+    folder = runs.Folder(tmp_path)
+    with mock.patch.dict(os.environ, before):
+        folder.take(None, 0)
+        folder.has_begun = has_begun
+        folder.sign(3)
+        os.close(folder.lock)
+    with mock.patch.dict(os.environ, now):
+        assert folder.is_restart() == expected
+
+
+def test_a_restart_goes_on(tmp_path):
+    """With its own run, if that had begun, whatever --resume says; with no other one, unless
+    --resume says so."""
+    finish(tmp_path, save_interval=1, plant=partial(launched_by, "mine", 0))
+    actual = finish(tmp_path, plant=partial(launched_by, "mine", 1))
+    assert "all 4 steps have been made" in actual["stdout"], actual
+    plant = partial(launched_by, "another", 1)
+    actual = finish(tmp_path, save_interval=1, plant=plant)
+    assert f"moved to {tmp_path}/earlier/1, which you may delete" in actual["stdout"], actual
+    as_undisturbed(tmp_path, actual, undisturbed())
+    actual = finish(tmp_path, save_interval=1, plant=plant, resume="auto")
+    assert "all 4 steps have been made" in actual["stdout"], actual
+
+
+def agent(folder, plant, n_ranks, n_nodes, port, **options):
+    """torchrun on a node, with three restarts; ranks are forked, not started anew. What all of them
+    print is in the folder."""
+    config = LaunchConfig(min_nodes=1, max_nodes=n_nodes, nproc_per_node=n_ranks, run_id="tests",
                           rdzv_backend="c10d", rdzv_endpoint=f"localhost:{port}", max_restarts=3,
                           rdzv_configs=dict(last_call_timeout=3, keep_alive_interval=1),
                           monitor_interval=0.1, start_method="fork")
     os.setpgid(0, 0)  # to be killed together with its ranks
     os.dup2(os.open(f"{folder}/agent", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    if options["resume"]:
+    if n_nodes > 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or a node that joins waits
     elastic_launch(config, execute)(flags(**options), folder, {}, plant)
 
 
-@pytest.mark.parametrize("event", ["rank 0 dies in fsync", "a node dies",
-                                   "rank 0 dies in rename", "a node joins"])
-def test_torchrun_goes_on(event, tmp_path):
-    """After kill -9 of a rank in the middle of a checkpoint, or of a whole node, and when a node
-    joins, torchrun starts all ranks again, as many as there are: they resume by themselves, never
-    from an earlier run's checkpoints, and end on the bits of one process."""
-    joins = event == "a node joins"
-    event = EVENTS[event]
+class Torchrun:
+    """Agents, a node each. A context, which leaves no process."""
+
+    def __init__(self, folder, n_nodes=1, **options):
+        self.folder, self.n_nodes, self.options = folder, n_nodes, options
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.agents = []
+        self.others = []  # processes that are not in an agent's group
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in [*self.others, *(-process.pid for process in self.agents)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # a negative number means a group
+        for process in self.agents:
+            process.join()
+
+    def start_node(self, plant=nothing, n_ranks=2):
+        arguments = self.folder, plant, n_ranks, self.n_nodes, self.store.port
+        self.agents.append(FORK.Process(target=agent, args=arguments, kwargs=self.options))
+        self.agents[-1].start()
+        return self.agents[-1]
+
+    def end(self):
+        """Wait for it, and assert that it ends well -> what ranks have printed."""
+        for process in self.agents:
+            process.join(60)
+        printed = (self.folder / "stdout").read_text()
+        assert self.agents[0].exitcode == 0, (
+            f"{self.agents[0].exitcode}: {printed}{(self.folder / 'agent').read_text()[-2000:]}")
+        return printed
+
+
+def die_in_starts(places):
+    """Plant the death of rank 0 in its first starts, each at a place: before it asks for the lock,
+    as soon as it has the lock, or in the third checkpoint."""
+    number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if this_rank() > 0 or number >= len(places):
+        return
+    if places[number] == "before the lock":
+        runs.Folder.take = die
+    elif places[number] == "at the lock":
+        runs.Folder.sign = die
+    else:
+        in_update(3, 0, setattr, os, "fsync", die)
+
+
+@pytest.mark.parametrize("places", [("in a save", "at the lock"), ("at the lock",),
+                                    ("before the lock",)], ids="-".join)
+def test_torchrun_starts_again_in_a_used_folder(places, tmp_path):
+    """A restart goes on with its own run, however its starts have ended: if the first one died
+    before it had begun, not with an earlier run that is still there, but with what --resume says;
+    if a later one did, with what the first one has saved. It is not refused because of the run
+    that died."""
     out = tmp_path / "out"
-    options = dict(max_steps=event.steps, save_interval=1, global_batch_size=6)
-    expected = finish(tmp_path / "alone", **options)["param_sha256"]
-    if not joins:
-        finish(out, save_interval=4, max_steps=20, seed=3)  # another run's remains
+    options = dict(mode="zero2", save_interval=1, out_dir=out)
+    expected = undisturbed()
+    resumed = ["after step 2"] if places[0] == "in a save" else []
+    if places[0] == "before the lock":
+        expected = undisturbed(seed=2, save_interval=1, keep_last=9)
+        options |= dict(seed=2, resume=expected["folder"] / "step_00000003")
+        resumed = ["after step 3"]
+    finish(out, save_interval=1, lr=0.02, max_steps=3)
+    before = contents(out / "step_00000003")
+    with Torchrun(tmp_path, **options) as torchrun:
+        torchrun.start_node(partial(die_in_starts, places))
+        printed = torchrun.end()
+    assert re.findall(r"^resumed.* (after step \d), on 2 ranks", printed, re.M) == resumed, printed
+    assert f'"param_sha256": "{expected["param_sha256"]}"' in printed, printed
+    assert before <= contents(out / "earlier"), "the earlier run's checkpoint is lost"
+    steps = [entry["step"] for entry in lines_of(out / "metrics.jsonl")]
+    assert steps == [1, 2, 3, 4][-1 if places[0] == "before the lock" else 0:]
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["a node dies", "a node joins"])
+def test_torchrun_goes_on_with_other_nodes(joins, tmp_path):
+    """After kill -9 of a whole node, and when a node joins, torchrun starts all ranks again, as
+    many as there are: they resume by themselves, and end on the bits of one process."""
+    out = tmp_path / "out"
+    options = dict(save_interval=1, global_batch_size=6)
+    expected = undisturbed(global_batch_size=6)["param_sha256"]
     # Agents that a node joins have stores of their own, and tell a restart by the checkpoint.
     options |= dict(mode="zero3", resume="auto" if joins else None, out_dir=out)
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    agents = []
-    for plant, n_ranks in zip(event.plants, (2, 1)):
-        arguments = tmp_path, plant, n_ranks, len(event.plants), store.port
-        agents.append(FORK.Process(target=under_torchrun, args=arguments, kwargs=options))
-        agents[-1].start()
-        while joins and not (out / "metrics.jsonl").exists():
-            time.sleep(0.1)
-    for agent in agents:
-        agent.join(60)
-    printed = (tmp_path / "stdout").read_text()
-    entries = lines_of(out / "metrics.jsonl")
+    worlds = ("3", "2") if joins else ("2", "3")  # of ranks: now, before
+    with Torchrun(tmp_path, n_nodes=2, **options) as torchrun:
+        if joins:  # the rank that pauses ends by SIGTERM
+            torchrun.start_node(partial(in_update, 3, 0, act_without_arguments, signal.pause))
+            while not (out / "metrics.jsonl").exists():
+                time.sleep(0.1)
+            torchrun.start_node(n_ranks=1)
+        else:
+            torchrun.start_node()
+            torchrun.start_node(partial(in_update, 3, None, os.killpg, 0, signal.SIGKILL), 1)
+        printed = torchrun.end()
     actual = re.findall(r"^resumed.* on (\d) ranks? \((\d) before\)$", printed, re.MULTILINE)
-    restarts = [(str(now), str(before)) for before, now in itertools.pairwise(event.worlds)]
-    assert actual == restarts, f"restarts (now, before) {actual}, expected {restarts}: {printed}"
-    assert agents[0].exitcode == 0, f"the agent ended with {agents[0].exitcode}: {printed[-2000:]}"
+    assert actual == [worlds], f"restarts (now, before) {actual}: {printed}"
     assert f'"param_sha256": "{expected}"' in printed, f"other bits than {expected}: {printed}"
-    assert [entry["step"] for entry in entries] == [*range(1, event.steps + 1)]
+    assert [entry["step"] for entry in lines_of(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def log_batches(folder):
-    """Plant a log of all micro batches that a run trains on."""
-    forward = GPT.forward
-
-    def logged(gpt, idx, targets=None):
-        if torch.is_grad_enabled():
-            write_line(folder / "batches", (idx.tolist(), targets.tolist()))
-        return forward(gpt, idx, targets)
-
-    GPT.forward = logged
+def is_there(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
-@pytest.fixture(scope="session")
-def shared_folder(request, tmp_path_factory):
-    """The same for all workers of pytest-xdist."""
-    folder = tmp_path_factory.getbasetemp()
-    return folder.parent if hasattr(request.config, "workerinput") else folder
-
-
-def sha256_of(module):
-    """param_sha256, of a whole module."""
-    digest = hashlib.sha256()
-    for p in module.parameters():
-        digest.update((p.detach() + 0.0).numpy().tobytes())  # + 0.0 makes -0 a 0
-    return digest.hexdigest()
-
-
-def test_a_run_is_a_plain_loop(tmp_path):
-    """train.py in one process ends on the bits of these lines: the sum of micro batches, divided
-    once, clipped, by AdamW at the rate of metrics.jsonl. Other modes are compared with it."""
-    import train
-
-    n = 6  # micro batches of a step
-    options = dict(global_batch_size=n, seed=5, beta1=0.9, beta2=0.99, weight_decay=0.1,
-                   grad_clip=MAX_NORM)
-    result = finish(tmp_path / "out", plant=partial(log_batches, tmp_path), **options)
-    batches = lines_of(tmp_path / "batches")
-    entries = lines_of(tmp_path / "out/metrics.jsonl")
-    gpt = GPT(GPTConfig(seed=5, vocab_size=257, n_layer=2, n_head=2, n_embd=16, block_size=16,
-                        n_kv_head=2))
-    optimizer = adamw(gpt.parameters(), betas=(0.9, 0.99))
-    for step, entry in enumerate(entries):
-        losses = []
-        for idx, targets in batches[n * step:n * step + n]:
-            _, loss = gpt(torch.tensor(idx), torch.tensor(targets))
-            loss.backward()
-            losses.append(loss.item())
-        gradients = [p.grad for p in gpt.parameters()]
-        norm = total_norm(gradients) / n
-        factor = (MAX_NORM / (norm + 1e-6)).clamp(max=1.0) / n
-        for gradient in gradients:
-            gradient.mul_(factor.float())
-        for group in optimizer.param_groups:
-            group["lr"] = entry["lr"]
-        optimizer.step()
-        optimizer.zero_grad()
-        for name, value in (("loss", sum(losses) / n), ("grad_norm", norm.item())):
-            ratio = entry[name] / value
-            assert abs(ratio - 1) < 1e-12, f"step {step + 1}: {name} is {ratio:.8f} x expected"
-    assert len(batches) == n * len(entries), f"{len(batches)} micro batches in {len(entries)} steps"
-    assert result["param_sha256"] == sha256_of(gpt), "other bits"
-    actual = finish(tmp_path / "two", 2, mode="zero2", **options)["param_sha256"]
-    assert actual == result["param_sha256"], "other bits on two ranks"
-    # Losses are finite, and gradients are not, on one rank in the first step.
-    finish(tmp_path / "bad", 2, mode="zero2", plant=partial(spoil, "embedding", (2,), math.inf),
-           **options)
-    skipped = [entry["skipped"] for entry in lines_of(tmp_path / "bad/metrics.jsonl")]
-    assert skipped == [True, False, False, False], f"skipped are {skipped}"
-    config = train.Config(mode="single", optimizer="muon")
-    others, muon = train.make_optimizers(gpt, config)
-    matrices = [p for p in gpt.blocks.parameters() if p.dim() == 2]
-    taken = [group["params"] for group in muon.param_groups]
-    assert taken == [matrices], "Muon takes the matrices of blocks"
-    left = sum(len(group["params"]) for group in others.param_groups)
-    assert left + len(matrices) == len([*gpt.parameters()]), "AdamW takes the rest"
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_end_with_their_agent(number, tmp_path):
+    """When torchrun is killed, or told to end, its ranks finish the step, save, and leave, within
+    seconds; also if one of them was stopped when that happened."""
+    out = tmp_path / "out"
+    metrics = out / "metrics.jsonl"
+    with Torchrun(tmp_path, mode="zero2", out_dir=out, max_steps=10**6, eval_interval=0,
+                  save_interval=10**6, check_interval=0) as torchrun:
+        pid = torchrun.start_node(os.setsid).pid  # as torchrun starts them
+        while not (metrics.exists() and metrics.read_text()):
+            assert is_there(pid), (tmp_path / "agent").read_text()
+            time.sleep(0.01)
+        children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ranks = [int(word) for word in children]
+        torchrun.others += ranks
+        os.kill(ranks[1], signal.SIGSTOP)
+        os.kill(pid, number)
+        time.sleep(0.5)
+        assert all(is_there(rank) for rank in ranks) and len(ranks) == 2, "they ended before"
+        os.kill(ranks[1], signal.SIGCONT)
+        deadline = time.monotonic() + 20
+        while any(is_there(rank) for rank in ranks):
+            assert time.monotonic() < deadline, "some outlive torchrun"
+            time.sleep(0.01)
+    n_steps = lines_of(metrics)[-1]["step"]
+    assert saved(out) == [n_steps], (tmp_path / "stderr").read_text()
+    assert "stopped by a signal" in (tmp_path / "stderr").read_text()
