@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=2 bench/counted.py --mode zero3 --max_steps 8
 
-Each call of a collective in the third step is counted, by tests/messages.py. Before it buffers are
+Each call of a collective in the third step is counted, by judge/messages.py. Before it buffers are
 made, and orders of parameters are learned. All other steps are those of train.py, so medians of
 times are, too. sent_bytes is None where there is no third step, where something cannot be counted,
 and where the third step is looked at already, by --profile or --trace.

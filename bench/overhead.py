@@ -2,7 +2,7 @@
 
     python bench/overhead.py                                 one rank
     torchrun --nproc_per_node=2 bench/overhead.py            two
-    python bench/overhead.py --counts                        lines for tests/test_overhead.py
+    python bench/overhead.py --counts                        lines for dropin/tests/test_overhead.py
 
 `./bench.sh overhead` makes both tables. A GPT of 12 layers and 149 parameters is so small that it
 computes next to nothing. What is left is what the CPU has to do, which is what a small step on an
@@ -326,7 +326,7 @@ def parse_arguments():
     parser.add_argument("--steps", type=int, default=40, help="steps of each wrapper to time")
     parser.add_argument("--device", default="cpu", help="an accelerator to run on, such as cuda")
     parser.add_argument("--counts", action="store_true",
-                        help="print what tests/test_overhead.py expects of our wrappers")
+                        help="print what dropin/tests/test_overhead.py expects of our wrappers")
     arguments = parser.parse_args()
     if arguments.steps < 1:
         refuse(f"--steps {arguments.steps}: choose 1 or more")
@@ -354,7 +354,7 @@ def print_table(counts, fastest):
 
 
 def print_counts(counts):
-    """As tests/test_overhead.py has them."""
+    """As dropin/tests/test_overhead.py has them."""
     for name in OURS:
         print(line_of_test(name, dist.get_world_size(), counts[name] - counts["none"]), flush=True)
 

@@ -1,9 +1,7 @@
-"""bench.sh: each of its commands, tiny, its tables and pictures; what it refuses, how it stops. And
-programs of bench/ that it does not run."""
+"""bench/: a table from real runs, what its programs compute, what they refuse, how they stop."""
 
-import importlib.util
+import functools
 import json
-import math
 import os
 import pathlib
 import re
@@ -13,30 +11,25 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from bench import __main__ as bench_main
+from bench import compare, fit
 from bench.commands import COMMANDS, on_devices
 from bench.pictures import smoothed
 from bench.tables import print_tables
-from dropin import zero
+from dropin import ddp
 from model import GPT, GPTConfig
-from tests.common import on_meta
-from tests.forks import run_python, started_python
-from tests.common import ROOT
-from tests.runs import run_train
+from tests.common import on_meta, ROOT
+from tests.runs import finish, lines_of, nothing, run_train
 
 SIZES = dict(n_layer=3, n_head=1, n_embd=64, block_size=16)
-TINY = ["--max_steps=3", "--dataset=model.py", *(f"--{name}={n}" for name, n in SIZES.items())]
-needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None,
-                                      reason="pip install matplotlib")
-needs_link = pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None,
-                                reason="a link needs root, and ip of iproute2")
+TINY = ["--max_steps=3", f"--dataset={ROOT}/model.py"]
+TINY += [f"--{name}={n}" for name, n in SIZES.items()]
+FIT_FLAGS = [*fit.FLAGS, "--n_embd", "128", f"--dataset={ROOT}/verify.py"]
 
 
 @pytest.fixture
@@ -44,39 +37,17 @@ def tree(tmp_path):
     """A copy of all that bench.sh runs, without results."""
     for path in (*ROOT.glob("*.py"), ROOT / "bench.sh"):
         shutil.copy(path, tmp_path / path.name)
-    for name in ("bench", "dropin", "extras", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__", "judged")
+    for name in ("bench", "dropin", "extras", "judge"):
+        ignored = shutil.ignore_patterns("__pycache__", "examples", "tests")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
-    (tmp_path / "assets").mkdir()
     return tmp_path
 
 
 def bench(tree, *words, status=0):
-    """Run what bench.sh runs, to its end."""
-    return ended(run_python(["-m", "bench", *words], tree), status)
-
-
-def bench_sh(tree, *words, status=0, **options):
-    """Run bench.sh itself, which takes longer."""
-    done = subprocess.run(["./bench.sh", *words], cwd=tree, capture_output=True, text=True,
-                          **options)
-    return ended(done, status)
-
-
-def ended(done, status):
+    """Run bench.sh, to its end."""
+    done = subprocess.run(["./bench.sh", *words], cwd=tree, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
-    return done
-
-
-def tiny(tree, command, *words, start=bench, **options):
-    """A tiny run of a command -> (the lines of its tables as {column: cell}, its folder)."""
-    done = start(tree, command, "--rounds=1", *TINY, *words, **options)
-    [page] = (tree / "out" / "bench").glob(f"{command}_*.md")
-    assert page.read_text() == done.stdout
-    head = done.stdout.splitlines()[0]
-    assert head.startswith(f"`./bench.sh {command} ") and re.search(r"took \d+ min \d+ s$", head)
-    assert f"torch {torch.__version__.split('+')[0]}" in head and "cores of" in head, head
-    return rows_of_tables(done.stdout), page.with_suffix("")
+    return done.stdout
 
 
 def rows_of_tables(text):
@@ -105,10 +76,6 @@ def find(rows, **wanted):
     return actual
 
 
-# -------------------------------------------------------------------------------------------------
-# each command
-
-
 def parameters():
     """Of the tiny model: all, and those that stage 3 gathers once more in the backward."""
     gpt = on_meta(GPT, GPTConfig(vocab_size=257, **SIZES))
@@ -123,8 +90,13 @@ def parameters():
 def test_modes(tree):
     """Bytes that a rank holds and sends are those of the formulas; columns agree with each other;
     an hour has its price. The tables can be printed again, from the newest file as from a file."""
-    rows, folder = tiny(tree, "modes", "--worlds=2", "--modes=ddp zero3", "--price=3",
-                        "--epoch_tokens=2e9")
+    text = bench(tree, "modes", "--rounds=1", *TINY, "--worlds=2", "--modes=ddp zero3", "--price=3")
+    [page] = (tree / "out" / "bench").glob("modes_*.md")
+    assert page.read_text() == text
+    head = text.splitlines()[0]
+    assert head.startswith("`./bench.sh modes ") and re.search(r"took \d+ min \d+ s$", head)
+    assert f"torch {torch.__version__.split('+')[0]}" in head and "cores of" in head, head
+    rows = rows_of_tables(text)
     every, again = parameters()
     for mode, held, elements in (("ddp", 16, 2 * every), ("zero3", 8, 2 * every + again)):
         row = find(rows, mode=mode, W="2")
@@ -136,162 +108,9 @@ def test_modes(tree):
         assert value(row["computed ms"]) == pytest.approx(step_ms - waited_ms, abs=1)
         hours = 2 * 1e9 / value(row["tokens/s"]) / 3600
         assert value(row["device hours per 10^9 tokens"]) == pytest.approx(hours, rel=0.02)
-        price = row["$ for 2,000,000,000 tokens, at 3.0 a device hour"]
-        assert value(price) == pytest.approx(6 * hours, rel=0.02)
-    text = folder.with_suffix(".md").read_text()
-    for what in ("modes", folder.with_suffix(".jsonl")):
-        assert bench(tree, "table", what).stdout == text
-    assert "at 5.0 a device hour" in bench(tree, "table", "modes", "--price=5").stdout
-    pytest.importorskip("matplotlib", reason="pip install matplotlib, for the picture")
-    words = [sys.executable, "bench/pictures.py", "modes"]
-    subprocess.run(words, cwd=tree, check=True, capture_output=True)
-    assert ">zero3<" in (tree / "assets" / "modes.svg").read_text()
-
-
-def test_bits(tree):
-    """Hashes are equal where they have to be. A row that fails says why, and the others are in the
-    table."""
-    with (tree / "extras" / "torchs.py").open("a") as file:
-        file.write("\n\ndef wrap(*_):\n    raise ValueError('planted')\n")
-    rows, _ = tiny(tree, "bits", "--worlds=2", "--modes=zero2 torch-ddp zero3", status=1)
-    hashes = {row["mode"]: row["12 micro batches, W=2"] for row in rows}
-    assert list(hashes) == ["zero2", "zero3"] and len(set(hashes.values())) == 1, hashes
-    assert re.fullmatch(r"`[0-9a-f]{8}`", hashes["zero2"])
-    [text] = [path.read_text() for path in (tree / "out" / "bench").glob("*.md")]
-    assert re.search("^Failed: torch-ddp, W=2 .*ValueError: planted$", text, re.MULTILINE), text
-
-
-def test_muon(tree):
-    """Muon keeps one average where AdamW keeps two, of the matrices of blocks. (By bench.sh itself,
-    and torchrun itself.)"""
-    rows, _ = tiny(tree, "muon", "--worlds=2", "--modes=zero1", start=bench_sh)
-    adamw = value(find(rows, mode="zero1")["bytes a parameter"])
-    muon = value(find(rows, mode="zero1 --optimizer muon")["bytes a parameter"])
-    assert adamw == pytest.approx(12, rel=0.01) and 10 < muon < 11.5, (adamw, muon)
-
-
-@needs_matplotlib
-def test_memory(tree):
-    """What a rank holds after a step, and parameters by the trace, are the formulas' for each W."""
-    rows, folder = tiny(tree, "memory", "--worlds=1 2")
-    for W in (1, 2):
-        whole = dict(ddp=4, zero1=4, zero2=4, zero3=4 / W)
-        for mode, formula in dict(ddp=16, zero1=8 + 8 / W, zero2=4 + 12 / W, zero3=16 / W).items():
-            [row] = [row for row in rows if "after a step" in row and row["mode"] == mode
-                     and row["W"] == str(W)]
-            assert value(row["after a step"]) == pytest.approx(formula, rel=0.02)
-            assert value(row["formula"]) == pytest.approx(formula, abs=0.01)
-            assert value(row["optimizer"]) == pytest.approx(8 if mode == "ddp" else 8 / W, rel=0.02)
-            assert value(row["parameters"]) >= 0.98 * whole[mode], row
-            parts = [value(row[name]) for name in ("parameters", "gradients", "optimizer")]
-            assert value(row["at most, bytes a parameter"]) == pytest.approx(sum(parts), abs=0.03)
-    picture = (folder / "memory.svg").read_text()
-    assert "held by one of 2 ranks" in picture and "ZeRO-3" in picture
-
-
-def test_scaling(tree):
-    """W separate processes are what efficiency is over; they send nothing, and each is a device."""
-    rows, folder = tiny(tree, "scaling", "--worlds=1 2", "--modes=single zero3")
-    for label, n in (("weak", 2), ("strong", 1)):
-        alone = find(rows, **{"": label, "mode": "single", "W": "2"})
-        together = find(rows, **{"": label, "mode": "zero3", "W": "2"})
-        assert alone["MB sent"] == "0.00" and value(together["MB sent"]) > 0
-        times = [value(row["step ms (quartiles)"]) for row in (alone, together)]
-        assert value(together["efficiency"]) == pytest.approx(times[0] / times[1], rel=0.05)
-        hours = 1e9 / value(alone["tokens/s"]) / 3600
-        assert value(alone["device hours per 10^9 tokens"]) == pytest.approx(hours, rel=0.02)
-        log = (folder / f"{label}, single, W=2, round 1.log").read_text()
-        assert log.count("single, W = 1") == 2, "two processes that know nothing of each other"
-    assert folder.with_suffix(".md").read_text().count("xychart-beta") == 2
-
-
-def namespaces():
-    """Those that links have made; those of other processes of this machine, too."""
-    done = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True)
-    return {line for line in done.stdout.splitlines() if "nanozero" in line}
-
-
-@needs_link
-@pytest.mark.parametrize("modes", [["--modes=ddp"], None])
-def test_link(modes, tree):
-    """Over a link a step takes at least as long as the bytes that leave a host. The hierarchical
-    hook is there on two ranks of each host, beside DDP."""
-    before = namespaces()
-    rows, _ = tiny(tree, "link", "20mbit", "--n_embd=96", *(modes or []))
-    expected = {("ddp", "2"), ("ddp", "4")}
-    if modes is None:
-        expected.add(("ddp --comm_hook hierarchical --node_size 2", "4"))
-    assert expected <= {(row["mode"], row["W"]) for row in rows}, rows
-    if modes is None:
-        assert len(rows) == 11, rows
-    row = find(rows, mode="ddp", W="2")
-    ms = value(row["MB sent"]) * 8e6 / 20e6 * 1e3
-    assert value(row["step ms (quartiles)"]) > 0.8 * ms > 100, row
-    assert processes_of(tree) == [] and namespaces() <= before
-
-
-  # its runs are those of test_modes, but for the size of a bucket
-@pytest.mark.parametrize("rates", [[], pytest.param(["1gbit"], marks=[needs_link, pytest.mark.full],
-                                                     id="over_a_link")])
-def test_buckets(rates, tree):
-    """The best size is that of the shortest step."""
-    rows, folder = tiny(tree, "buckets", "--modes=ddp", *rates)
-    actual = [row for row in rows if "best" in row]
-    assert [row[""] for row in actual] == ["loopback", *rates]
-    for row in actual:
-        times = {}
-        for size in ("1", "4", "25", "100"):
-            times[f"{size} MB"] = value(row[f"{size} MB: step ms"])
-        assert times[row["best"]] == min(times.values()), row
-    pytest.importorskip("matplotlib", reason="pip install matplotlib, for the picture")
-    words = [sys.executable, "bench/pictures.py", "buckets", "--into", str(folder)]
-    subprocess.run(words, cwd=tree, check=True, capture_output=True)
-    assert "loopback, W = 2" in (folder / "buckets.svg").read_text()
-
-
-def test_precision(tree):
-    """Differences are from the same mode's fp32; each row's metrics are kept. fp16 skips the steps
-    in which its scaled gradients are not finite, as its metrics say."""
-    rows, folder = tiny(tree, "precision", "--modes=single", "--eval_steps=2")
-    table = [row for row in rows if "precision" in row]
-    losses = {}
-    for row in table:
-        name = f"single {row['precision']}, W=1, round 1"
-        lines = (folder / f"{name}.metrics.jsonl").read_text().splitlines()
-        metrics = [json.loads(line) for line in lines]
-        losses[row["precision"]] = metrics[-1]["loss"]
-        assert len(metrics) == 3
-        assert int(row["skipped steps"]) == sum(line["skipped"] for line in metrics)
-        assert row["training loss"] == f"{metrics[-1]['loss']:.4f}"
-    assert list(losses) == ["--dtype fp32", "--dtype bf16", "--dtype fp16"]
-    for row in table:
-        over = losses[row["precision"]] - losses["--dtype fp32"]
-        assert row["over fp32"] != "-" and math.isfinite(value(row["validation loss"]))
-        text = (folder.with_suffix(".md")).read_text()
-        assert f"| {row['training loss']} | {over:+.4f} |" in text
-    assert losses["--dtype bf16"] != losses["--dtype fp32"]
-    pytest.importorskip("matplotlib", reason="pip install matplotlib, for the picture")
-    words = [sys.executable, "bench/pictures.py", "precision", "--into", str(folder)]
-    subprocess.run(words, cwd=tree, check=True, capture_output=True)
-    assert "single dtype fp16" in (folder / "precision.svg").read_text()
-
-
-def test_overhead(tree):
-    """A program's own table is printed, and kept with a head."""
-    done = bench(tree, "overhead", "--worlds=1", "--steps=1")
-    assert "| W = 1 | kernels |" in done.stdout
-    [page] = (tree / "out" / "bench").glob("overhead_*.md")
-    head, _, table = page.read_text().partition("\n\n")
-    assert "./bench.sh overhead --worlds=1" in head and table == done.stdout
-
-
-@needs_matplotlib
-def test_timeline(tree):
-    """A picture for each mode, in the folder of the start."""
-    _, folder = tiny(tree, "timeline", "--modes=ddp")
-    picture = (folder / "ddp.svg").read_text()
-    assert "rank 1" in picture and "gradients on their way" in picture
-    assert list((tree / "assets").iterdir()) == [], "pictures of the project stay as they are"
+    for what in ("modes", page.with_suffix(".jsonl")):
+        assert bench(tree, "table", what) == text
+    assert "at 5.0 a device hour" in bench(tree, "table", "modes", "--price=5")
 
 
 @pytest.mark.parametrize("n, worlds, labels", [(1, (1, 2, 3), ("hashes", "times")),
@@ -367,42 +186,21 @@ MISTAKES = [
 ]
 
 
-def mistake(tree, words, fact):
-    done = bench(tree, *words, status=2)
-    assert re.fullmatch(rf"[a-z_.]+: .*{fact}.*\n", done.stderr), f"{words}: {done.stderr}"
-    assert done.stdout == ""
-
-
-def test_mistakes_are_one_line(tree):
+@pytest.mark.parametrize(("words", "fact"), [
+    pytest.param(*row, id=" ".join(row[0])) for row in MISTAKES])
+def test_mistakes_are_one_line(words, fact, tmp_path, monkeypatch, capfd):
     """They end with status 2 before anything starts, and leave no file."""
-    two_at_a_time(partial(mistake, tree), *zip(*MISTAKES))
-    assert not (tree / "out").exists()
-    for words in ([], ["tune"]):
-        assert "./bench.sh bits\n" in bench(tree, *words, status=2).stderr
-    assert "./bench.sh bits\n" in bench(tree, "bits", "--help").stdout
-
-
-def without_packages(tree, *names):
-    """The environment of a Python that lacks them."""
-    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in names)]
-    (tree / "lacks").mkdir()
-    (tree / "lacks" / "sitecustomize.py").write_text("\n".join(lines))
-    return {**os.environ, "PYTHONPATH": str(tree / "lacks")}
-
-
-def test_missing_packages_are_named(tree):
-    environment = without_packages(tree, "matplotlib", "deepspeed")
-    for words, package in ((["memory"], "matplotlib"), (["timeline"], "matplotlib"),
-                           (["modes", "--modes=deepspeed2"], "deepspeed")):
-        done = bench_sh(tree, *words, status=2, env=environment)
-        assert done.stderr == f"bench.sh: this needs a package: pip install {package}\n"
-    assert not (tree / "out").exists()
-
-
-@needs_link
-def test_a_rate_is_one_of_tcs(tree):
-    mistake(tree, ["link", "5xbit", *TINY], "a link of 5xbit: .*illegal value")
-    assert not (tree / "out").exists()
+    monkeypatch.chdir(tmp_path)
+    with (mock.patch.object(bench_main, "BENCH", tmp_path / "out"),
+          mock.patch("os._exit", sys.exit), mock.patch.object(sys, "argv", ["bench.sh", *words])):
+        try:
+            status = bench_main.main()
+        except SystemExit as error:
+            status = error.code
+    printed, errors = capfd.readouterr()
+    assert status == 2 and printed == "", printed
+    assert re.fullmatch(rf"[a-z_.]+: .*{fact}.*\n", errors), errors
+    assert not [*tmp_path.iterdir()]
 
 
 def processes_of(tree):
@@ -417,57 +215,21 @@ def processes_of(tree):
     return actual
 
 
-def start_and_signal(tree, number):
-    """Send a signal to all processes of a start while its second row makes steps -> the start,
-    which has ended, and what it has printed."""
-    words = ["-m", "bench", "modes", "--rounds=1", *TINY, "--worlds=2", "--modes=ddp zero3",
-             "--max_steps=400", "--log_interval=1"]
-    pattern = "out/bench/modes_*/zero3, W=2, round 1.log"
-    with started_python(words, tree) as (started, printed):
-        deadline = time.monotonic() + 500
-        while not any("step " in log.read_text() for log in tree.glob(pattern)):
-            assert started.exitcode is None and time.monotonic() < deadline, printed()
-            time.sleep(0.05)
-        os.killpg(started.pid, number)
-        started.join(60)
-        text, _ = printed()
-    return started, text
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_all(number, tree):
+def test_a_signal_stops_all(tree):
     """Tables have what has run so far; no process is left, and the status is the signal's."""
-    started, text = start_and_signal(tree, number)
-    assert started.exitcode == 128 + number
-    assert [row["mode"] for row in rows_of_tables(text)] == ["ddp"], text
+    words = ["modes", "--rounds=1", *TINY, "--worlds=2", "--modes=ddp zero3", "--max_steps=400",
+             "--log_interval=1"]
+    started = subprocess.Popen([sys.executable, "-m", "bench", *words], cwd=tree, text=True,
+                               stdout=subprocess.PIPE, start_new_session=True)
+    deadline_s = time.monotonic() + 120
+    while not any("step " in log.read_text() for log in tree.glob("out/bench/*/ddp, W=2*.log")):
+        assert started.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.05)
+    os.killpg(started.pid, signal.SIGINT)
+    text, _ = started.communicate(timeout=60)
+    assert processes_of(tree) == [] and started.returncode == 130
     [page] = (tree / "out" / "bench").glob("modes_*.md")
-    assert page.read_text() == text
-    [log] = tree.glob("out/bench/modes_*/zero3, W=2, round 1.log")
-    assert "RESULT" not in log.read_text(), "it came to its end"
-    assert processes_of(tree) == []
-
-
-def test_results_outlive_a_kill(tree):
-    """After kill -9 the file has the rows that were complete, and they can be printed."""
-    started, _ = start_and_signal(tree, signal.SIGKILL)
-    assert started.exitcode == -signal.SIGKILL
-    while processes_of(tree):  # its last row is nobody's, and comes to its end
-        time.sleep(0.2)
-    text = bench(tree, "table", "modes").stdout
-    assert [row["mode"] for row in rows_of_tables(text)] == ["ddp"], text
-
-
-def test_starts_do_not_touch_each_other(tree):
-    """Two at once have files of their own, and a third leaves both as they are."""
-    once = partial(bench, tree, "bits", "--rounds=1", *TINY, "--worlds=1")
-    two_at_a_time(once, ["--modes=single"] * 2)
-    folder = tree / "out" / "bench"
-    before = {path: path.read_text() for path in folder.glob("bits_*.*")}
-    assert len(list(folder.glob("*.jsonl"))) == len(list(folder.glob("*.md"))) == 2, before
-    assert len([path for path in folder.iterdir() if path.is_dir()]) == 2
-    once("--modes=single")
-    assert {path: path.read_text() for path in before} == before
-    assert len(list(folder.glob("*.jsonl"))) == 3
+    assert page.read_text() == text and rows_of_tables(text) == []
 
 
 def test_names_of_one_second_differ(tmp_path):
@@ -477,49 +239,275 @@ def test_names_of_one_second_differ(tmp_path):
 
 
 # -------------------------------------------------------------------------------------------------
-# programs that bench.sh does not run
+# programs
+
+def call(capsys, module, *words):
+    """-> (exit status, stdout, stderr) of a program's main in this process."""
+    with mock.patch.object(sys, "argv", [f"{module.__name__}.py", *map(str, words)]):
+        try:
+            status = module.main()
+        except SystemExit as error:
+            status = error.code
+    return status, *capsys.readouterr()
 
 
-def run_program(program, words, plant):
-    """Plant a program of bench/, with words as its arguments, in place of train.py."""
+def number(cell):
+    return float(cell.replace(",", ""))
+
+
+def ranks_of(name, W, *words, plant=nothing):
+    """-> Run of a program of bench/ on W ranks."""
+    run = functools.partial(run_planted, plant, name, words)
+    return run_train(None, W, plant=run, argv=[])
+
+
+def run_planted(plant, name, words):
     plant()
-    sys.argv = [program, *words]
-    runpy.run_path(str(ROOT / "bench" / program), run_name="__main__")
+    sys.argv = [name, *words]
+    runpy.run_path(str(ROOT / "bench" / name), run_name="__main__")
     sys.exit()
 
 
-def nothing():
-    pass
+def rows_of(text):
+    """The cells of the rows of Markdown tables, without heads."""
+    rows = []
+    for line in re.findall(r"^\| (.*) \|$", text, re.MULTILINE):
+        rows.append(line.split(" | "))
+    is_head = [n + 1 < len(rows) and rows[n + 1][0] == "---" for n in range(len(rows))]
+    return [row for row, leave in zip(rows, is_head) if not leave and row[0] != "---"]
 
 
-def silu_that_varies():
-    """Plant what a kernel does that adds in an order of its own."""
-    real = F.silu
-
-    def silu(x):
-        return real(x) * (1 + 1e-6 * torch.rand(()))
-
-    F.silu = silu
+NAMES = ("start_all_gather", "start_reduce_scatter", "start_all_reduce", "broadcast")
 
 
-def mean_for_a_sum():
-    """Plant a Zero3 that averages, although it was told not to."""
-    zero.Zero3.set_gradient_divide_factor = lambda model, factor: None
+@pytest.mark.parametrize("n_ranks", [2, 3])
+def test_collectives_have_times_and_bytes(n_ranks):
+    """Of each collective and size: bytes over times are bytes a second, and the limit is that of
+    the link that was named."""
+    W = n_ranks
+    run = ranks_of("collectives.py", W, "--sizes", "6kB 48kB 4MB", "--largest", "48kB",
+                   "--repeats", "3", "--rate", "1gbit")
+    assert run.codes == [0] * W, run
+    assert "|" not in run.stdout[1], "only rank 0 prints"
+    rows = rows_of(run.stdout[0])
+    assert [row[:2] for row in rows] == [[size, name] for size in ("6 kB", "48 kB")
+                                         for name in NAMES]
+    share = (W - 1) / W
+    sent = dict(zip(NAMES, (share, share, 2 * share, 1)))
+    for size, name, *cells in rows:
+        median, best, torchs, torchs_best, ratio, rate, torchs_rate, limit, *near = cells
+        n_bytes = sent[name] * number(size.removesuffix(" kB")) * 1024
+        assert 0 < number(best) <= number(median) and 0 < number(torchs_best) <= number(torchs)
+        assert number(ratio) == pytest.approx(number(median) / number(torchs), rel=0.01, abs=0.02)
+        assert number(rate) == pytest.approx(n_bytes / number(median), rel=0.02, abs=0.1)
+        assert number(torchs_rate) == pytest.approx(n_bytes / number(torchs), rel=0.02, abs=0.1)
+        assert number(limit) == pytest.approx(n_bytes / 125, abs=0.6)  # us; 1 gbit: 125 bytes each
+        for percent, us in zip(near, (median, torchs)):
+            assert number(percent) == pytest.approx(100 * n_bytes / 125 / number(us), rel=0.1,
+                                                    abs=0.6)
 
 
-@pytest.mark.parametrize("plant, wrong", [(nothing, ""), (silu_that_varies, "abc"),
-                                          (mean_for_a_sum, "b")])
-def test_where_bits_differ(plant, wrong):
-    """It answers each question on two ranks, and finds what was planted. In float64 norms of shards
-    may differ, and so may a fused AdamW."""
-    program = partial(run_program, "where_bits_differ.py", ["--model", "tiny", "--device", "cpu"],
-                      plant)
-    run = run_train(None, 2, plant=program, argv=[])
-    assert run.codes == [0, 0], run
-    verdicts = dict(re.findall(r"^verdict (\w)  (.*)$", run.stdout[0], re.MULTILINE))
-    assert list(verdicts) == ["a", "b", "c", "d", "e", "f"], run.stdout[0]
-    for question in "abce":
-        is_equal = verdicts[question] == "all equal"
-        assert is_equal == (question not in wrong), f"{question}: {run.stdout[0]}"
-    assert "foreach" not in verdicts["f"], verdicts["f"]
-    assert "DIFFER" not in run.stdout[1], "only rank 0 prints"
+def change_an_element(name):
+    """Plant a collective that is wrong by a little, in its last element."""
+    real = getattr(ddp, name)
+
+    def wrong(what, *arguments):
+        flat = what[0] if name == "broadcast" else what
+        flat[-1] += 1e-3
+        return real(what, *arguments)
+
+    setattr(ddp, name, wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_collective_has_no_time(name):
+    plant = functools.partial(change_an_element, name)
+    run = ranks_of("collectives.py", 2, "--sizes", "1kB", "--repeats", "1", plant=plant)
+    assert run.codes == [1, 1], run
+    timed = [row[1] for row in rows_of(run.stdout[0])]
+    assert timed == list(NAMES[:NAMES.index(name)])
+    assert re.search(rf"^collectives.py: {name} of 1 kB .* differs .* by 0.00", run.stderr[0],
+                     re.MULTILINE), run
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 7, 30, 100])
+def test_largest_finds_the_largest(most):
+    """From any estimate, without asking twice; with few questions if the estimate is good."""
+    for estimate in range(130):
+        asked = []
+
+        def fits(n):
+            assert n >= 1 and n not in asked
+            asked.append(n)
+            return n <= most
+
+        assert fit.largest(fits, estimate) == most, estimate
+        if most >= 1 and 0.9 * most <= estimate <= 1.1 * most:
+            assert len(asked) <= 6, asked
+
+
+BEFORE = "BEFORE 300000000\nBEFORE 320000000\n"
+OUT = "train.py: rank 1 failed in step 1: RuntimeError: out of memory: 9 bytes\n"
+CLOSED = "train.py: rank 0 failed in step 1: RuntimeError: Connection closed by peer\n"
+ENDS = {  # exit status, what the ranks have written, how the reason begins if it is memory
+    "another rank had no memory": (1, BEFORE + CLOSED + OUT, "rank 1 failed"),
+    "C++ had no memory": (1, f"{BEFORE}terminate called: std::bad_alloc", "terminate"),
+    "another rank has gone": (1, BEFORE + CLOSED, None),
+    "it was killed": (137, BEFORE, None),
+    "it says nothing": (1, "", None),
+    "it ends well without a result": (0, BEFORE, None),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_only_memory_makes_a_model_too_large(end):
+    status, log, why = ENDS[end]
+    question = fit.Question("zero2", 2, 3, 1)
+    if why is None:
+        with pytest.raises(fit.Stop, match="zero2, W = 2, 3 layers failed, and not for memory"):
+            fit.answer_of(question, status, log, 5)
+        return
+    answer = fit.answer_of(question, status, log, 5)
+    assert not answer.fits and answer.why.startswith(why)
+    assert answer.before_mb == 320
+
+
+def ask_by_formula(search, question):
+    """In place of a run: what fits by the formula, if a sequence takes 1 MB and a layer has a
+    million parameters."""
+    n_parameters = 1_000_000 * question.n_layer
+    mb = fit.formula(question.mode, question.W) * question.n_layer + question.micro_batch_size
+    fits = mb <= search.budget_mb
+    answer = fit.Answer(fits, n_parameters, 300.0, 7.0 * question.micro_batch_size, f"{mb} MB")
+    return search.answers.setdefault(question, answer)
+
+
+def test_find_and_its_tables(tmp_path, capsys):
+    """All that is found, with runs replaced by the formula."""
+    search, actual = fit.Search(101, FIT_FLAGS, str(tmp_path), None, {}), fit.Outcome({}, [], {})
+    modes = ["single", "ddp", "zero1", "zero2", "zero3"]
+    with mock.patch.object(fit, "ask", ask_by_formula):
+        fit.find(search, modes, [1, 2, 4], actual)
+    by_mode = {"ddp": (6, 6), "zero1": (8, 10), "zero2": (10, 14), "zero3": (12, 25)}
+    expected = {("single", 1): 6}
+    for number, W in enumerate((2, 4)):
+        for mode, layers in by_mode.items():
+            expected[mode, W] = layers[number]
+    assert actual.models == expected
+    batches = {mode: size for (mode, _, _), size in actual.batches.items()}
+    assert batches == {"ddp": 5, "zero1": 41, "zero2": 59, "zero3": 77}
+    assert set(actual.batches) == {(mode, 4, 6) for mode in by_mode}
+
+    fit.print_outcome(search, actual)
+    rows = rows_of(capsys.readouterr().out)
+    assert ["zero3", "4", "25.0M", "25", "7", "4.04", "4.00"] in rows
+    assert ["single", "1", "does not fit: 401.0 MB"] in rows
+    assert ["zero3", "4", "trains, 7 tokens/s"] in rows
+    assert ["zero1", "4", "41", "287"] in rows
+
+
+def change_metrics(out_dir, step, name, change):
+    """Change a number of a step in metrics.jsonl."""
+    path = out_dir / "metrics.jsonl"
+    entries = lines_of(path)
+    for entry in entries:
+        if entry["step"] == step:
+            entry[name] = change(entry[name])
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def row_of(name, text):
+    [row] = [row for row in rows_of(text) if row[0] == name]
+    return row[1:]
+
+
+def test_compare(tmp_path, capsys):
+    """Two modes with the same bits, another seed, numbers that were changed, a damaged file."""
+    a, b, c = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    result = finish(a, 2, mode="ddp", save_interval=2, eval_steps=0)
+    finish(b, 2, mode="zero3", save_interval=2, eval_steps=0)
+    other = finish(c, 2, mode="zero3", save_interval=2, eval_steps=0, seed=2)
+    compared = functools.partial(call, capsys, compare)
+
+    status, out, err = compared(a, b)
+    assert status == 0 and err == "", out + err
+    assert out.count(f"param_sha256 {result['param_sha256']}") == 2, out
+    assert "flag mode: ddp in A, zero3 in B" in out and "fact" not in out.split("change")[1], out
+
+    status, out, _ = compared(a, c)
+    assert status == 1 and "Parameters of step_00000004 are not equal" in out
+    assert f"B has param_sha256 {other['param_sha256']}" in out
+    assert "fact seed: 1337 in A, 2 in B" in out
+    assert row_of("loss", out)[0] == "1" and row_of("loss", out)[5] == "4"
+
+    shutil.copy(a / "metrics.jsonl", c)
+    shutil.rmtree(c / "step_00000004")
+    status, out, _ = compared(a, c)
+    assert status == 1 and "Parameters of step_00000002 are not equal" in out
+
+    change_metrics(b, 2, "grad_norm", lambda norm: norm * (1 + 1e-15))
+    assert compared(a, b)[0] == 0, "norms of shards are rounded in another place"
+    change_metrics(b, 2, "loss", lambda loss: loss + 1e-9)
+    change_metrics(b, 3, "loss", lambda loss: loss + 2e-9)
+    change_metrics(b, 4, "param_norm", lambda norm: None)
+    status, out, _ = compared(a, b)
+    assert status == 1
+    first, _, _, absolute, relative, n_steps, largest, where = row_of("loss", out)
+    assert [first, n_steps, where] == ["2", "2", "3"]
+    assert [float(absolute), float(largest)] == pytest.approx([1e-9, 2e-9], rel=1e-3)
+    assert float(relative) == pytest.approx(1e-9 / lines_of(a / "metrics.jsonl")[1]["loss"],
+                                            rel=1e-2)
+    assert row_of("grad_norm", out)[0] == "-"
+    assert row_of("param_norm", out)[:4][::3] == ["4", "inf"]
+    assert "Parameters of step_00000004 are equal" in out
+
+    (b / "step_00000004" / "__0_0.distcp").write_bytes(b"")
+    status, out, err = compared(a, b)
+    assert status == 2 and out == "", "nothing is printed of what cannot be compared"
+    assert re.fullmatch(r".*step_00000004 does not match its SHA256SUMS: __0_0.distcp\n", err), err
+
+
+def line(step):
+    return json.dumps(dict(step=step, loss=1.0, grad_norm=1.0, param_norm=1.0)) + "\n"
+
+
+@pytest.mark.parametrize("lines, fact", [
+    (None, "b is no folder"),
+    ([], "b have no step in common"),
+    ([line(2)], "b have no step in common"),
+    ([line(1), "{"], "line 2 is no JSON object"),
+    (['{"step": 1}\n'], "has no loss"),
+    (["[1]\n"], "has no step"),
+])
+def test_what_cannot_be_compared(tmp_path, capsys, lines, fact):
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir()
+    (a / "metrics.jsonl").write_text(line(1))
+    if lines is not None:
+        b.mkdir()
+        (b / "metrics.jsonl").write_text("".join(lines))
+    status, out, err = call(capsys, compare, a, b)
+    assert status == 2 and out == ""
+    assert fact in err and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("words, fact", [
+    (["--worlds", "2 x"], "--worlds 2 x: choose whole numbers"),
+    (["--modes", "zero4"], "--modes zero4: choose among single naive"),
+    (["--modes", "single", "--worlds", "2"], "single is for one rank"),
+    (["--budget_mb", "0"], "--budget_mb 0: choose"),
+    (["--mode", "ddp"], "fit sets --mode itself"),
+    (["--n_layer=3"], "fit sets --n_layer itself"),
+    (["--n_embd", "3"], "n_embd 3 over n_head 8"),
+    (["--n_embed", "3"], "there is no flag --n_embed"),
+    (["--results", "/"], "--results /: Is a directory"),
+    (["draw"], "draw takes one file"),
+    (["draw", "/no/such/file"], "/no/such/file: No such file"),
+    (["draw", ROOT / "pyproject.toml"], "line 1 is no trial"),
+])
+def test_fit_refuses(capsys, words, fact):
+    # train.py ends the process by itself.
+    with mock.patch("os._exit", sys.exit):
+        status, out, err = call(capsys, fit, *words)
+    assert status == 2 and out == ""
+    assert fact in err and err.count("\n") == 1, err

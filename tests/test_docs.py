@@ -1,7 +1,6 @@
 """README.md and docs/: their commands, numbers, names, links and breaks."""
 
 import ast
-import itertools
 import math
 import os
 import re
@@ -19,14 +18,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+import verify
 from data import load_tokenizer
-from dropin.ddp import DDP
-from judge.judge import rows_of_wrapper
 from tests.common import ROOT
-from judge.ranks import rows_of
 from tests.runs import finish, run_alone, run_train
-from tests.ranks import on_ranks
-from verify import gather, PROOF, STAGES
+from zero import Zero1, Zero3
 
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 
@@ -101,11 +97,6 @@ def test_readme_own_loop_runs(tmp_path):
     assert len(hashes) == 1, hashes
 
 
-def test_scripts_are_valid_shell():
-    for path in ("bench.sh", "cluster/slurm.sh"):
-        subprocess.run(["bash", "-n", ROOT / path], check=True)
-
-
 def test_using_has_one_hash(tmp_path):
     """The loop with one hash at every W has it, in own.py on 1, 2 and 4 ranks; so has a plain loop
     of one process."""
@@ -156,7 +147,7 @@ def test_using_prepares_tokens(tmp_path):
     [script] = [block for block in blocks_of("using", "py") if "prepare.py" in block]
     path = tmp_path / "prepare.py"
     path.write_text(script)
-    lines = (ROOT / "verify.py").read_text().splitlines()
+    lines = [line for name in ("ddp.py", "zero.py") for line in open(ROOT / name).read().splitlines()]
     parts = dict(test=Documents(lines[:50]), train=Documents(lines[50:]))
     hub = mock.MagicMock(__spec__="a stand-in")
     whole = hub.load_dataset.return_value
@@ -182,7 +173,7 @@ def use_using(folder, stage, begins):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 1))
     net[1].requires_grad_(False)
-    model = net if stage is None else STAGES[stage](net, units=list(net))
+    model = net if stage is None else {"zero1": Zero1, "zero3": Zero3}[stage](net, units=list(net))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
     code = code.replace('"saved"', repr(f"{folder}/saved"))
     names = dict(model=model, optimizer=optimizer)
@@ -201,18 +192,18 @@ def use_using(folder, stage, begins):
 
 def step_alike(model, optimizer):
     """The same gradient on every rank: on a power of two of them their mean has no rounding."""
-    model(torch.((2, 3), 0.5)).square().sum().backward()
+    model(torch.full((2, 3), 0.5)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def test_using_saves_and_loads(groups, tmp_path):
+def test_using_saves_and_loads(tmp_path):
     """What using.md's lines save from Zero3 on 4 ranks Zero1 loads on 2, and a plain module in one
     process, and they go on alike; a part is frozen."""
-    groups.run(use_using, dict(folder=str(tmp_path), stage="zero3", begins=True), 4, 60)
+    verify.run(4, use_using, tmp_path, "zero3", True)
     expected = torch.load(tmp_path / "zero3.pt")
     for stage, W in (("zero1", 2), (None, 1)):
-        groups.run(use_using, dict(folder=str(tmp_path), stage=stage, begins=False), W, 60)
+        verify.run(W, use_using, tmp_path, stage, False)
         for name, value in torch.load(tmp_path / f"{stage}.pt").items():
             assert torch.equal(value, expected[name]), f"{name} in {stage}"
 
@@ -223,7 +214,7 @@ def use_usings_loop(out_dir, last_step):
     begin, save = code.split("...\n")
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 2))
-    model = STAGES["zero3"](net, units=[net[0]])
+    model = Zero3(net, units=[net[0]])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=False)
     names = dict(model=model, optimizer=optimizer)
     exec(begin.replace('"out"', repr(out_dir)), names)
@@ -237,89 +228,19 @@ def use_usings_loop(out_dir, last_step):
         os.close(names["folder"].lock)  # as at the end of its process
 
 
-def test_usings_loop_goes_on(groups, tmp_path):
+def test_usings_loop_goes_on(tmp_path):
     """From the newest checkpoint that is sound, at another number of ranks, to the weights of a
     loop that was never stopped; the two newest checkpoints stay."""
     alone, out = tmp_path / "alone", tmp_path / "out"
-    groups.run(use_usings_loop, dict(out_dir=str(alone), last_step=5), 1, 60)
-    groups.run(use_usings_loop, dict(out_dir=str(out), last_step=3), 2, 60)
+    verify.run(1, use_usings_loop, str(alone), 5)
+    verify.run(2, use_usings_loop, str(out), 3)
     (out / "step_00000003" / "checkpoint.json").write_text("damaged")
-    groups.run(use_usings_loop, dict(out_dir=str(out), last_step=5), 4, 60)  # 1/3 would round
+    verify.run(4, use_usings_loop, str(out), 5)  # 1/3 would round
     expected = torch.load(alone / "5.pt")
     for name, value in torch.load(out / "5.pt").items():
         assert torch.equal(value, expected[name]), name
     assert sorted(path.name for path in out.glob("step_*")) == ["step_00000004", "step_00000005"]
     assert (out / "earlier/1/step_00000003").exists()
-
-
-class ThreeParameters(nn.Module):
-    """Of the course's step with numbers. Sample x has the gradients 1 x, 2 x, ... 8 x."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Parameter(torch.tensor([10.0, 20, 30, 40, 50]))
-        self.second = nn.Parameter(torch.tensor([60.0, 70]))
-        self.third = nn.Parameter(torch.tensor([80.0]))
-
-    def forward(self, x):
-        parameters = torch.cat((self.first, self.second, self.third))
-        return (parameters * torch.arange(1, 9)).sum() * x
-
-
-def two_chunks(values):
-    """Values of a bucket, by chunk: of all eight both chunks, of this rank's four its own, with
-    None for the other."""
-    if len(values) == 8:
-        return values[:4], values[4:]
-    return (values, None) if dist.get_rank() == 0 else (None, values)
-
-
-def assert_in_course(kind, values):
-    """The course has a line with a kind of values, and what rank 0 and rank 1 have of them."""
-    texts = []
-    for chunk in two_chunks(values):
-        numbers = [] if chunk is None else chunk.tolist()
-        texts.append(" ".join(f"{number:.0f}" for number in numbers))
-    of_ranks = gather(" | ".join(texts))
-    row = " ".join([kind, *" ".join(of_ranks).split()])
-    lines = PAGES["course"].read_text().splitlines()
-    assert row in [" ".join(line.split()) for line in lines], f"the course does not have: {row}"
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "zero3"])
-def test_course_has_these_numbers(mode):
-    """The course's step with numbers is what buffers hold, without the gaps that align them."""
-    filled = []  # the gradients before they are sent
-
-    def note(start, bucket):
-        filled.append(bucket.gradients.clone())
-        return start(bucket)
-
-    def parameters():
-        if mode == "ddp":
-            return torch.cat([p.detach() for p in reversed(list(model.parameters()))])
-        return bucket.sharded if bucket.unsharded is None else bucket.unsharded
-
-    with mock.patch.multiple("dropin.zero", ALIGN_BYTES=4, ALIGN_CHUNK_BYTES=4):
-        model = {"ddp": DDP, **STAGES}[mode](ThreeParameters())
-    [bucket] = model._buckets
-    optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)
-    assert_in_course("parameters", parameters())
-    with mock.patch.object(model, "_start_reduction", partial(note, model._start_reduction)):
-        model(2 + 4 * dist.get_rank()).backward()
-    assert_in_course("gradients", filled[0])
-    is_whole = mode in ("ddp", "zero1")
-    assert_in_course("gradients", bucket.gradients if is_whole else bucket.sharded_gradients)
-    optimizer.step()
-    momentum = []
-    for p in reversed(list(model.parameters())):
-        momentum.append(optimizer.state[p]["momentum_buffer"])
-    assert_in_course("momentum", torch.cat(momentum))
-    assert_in_course("parameters", parameters())
-    with torch.no_grad():
-        model(0)
-    assert_in_course("parameters", parameters())
 
 
 def in_order(lines, text):
@@ -381,38 +302,36 @@ def test_course_has_this_table(tmp_path):
     assert actual == expected
 
 
-def arguments_of(command):
-    """How a test runs a command of a page: with this Python, whatever PATH has."""
-    program, *rest = shlex.split(command)
-    return [sys.executable, *(["-m", "pytest"] if program == "pytest" else []), *rest]
+def test_breaks_are_there():
+    """What the course's tables of breaks tell a reader to change stands once in its file."""
+    row = r"^\| \[(\S+)\]\(\.\./\1\) `(.*?)` \| `.*?` \| .* \| `[^`]+` \|$"
+    breaks = re.findall(row, PAGES["course"].read_text(), re.MULTILINE)
+    assert len(breaks) > 15, "no tables of breaks"
+    for file, old in breaks:
+        n = (ROOT / file).read_text().count(old)
+        assert n == 1, f"{file} has {n} times {old}"
 
 
-def breaks():
-    """The course's tables of breaks as parameters: a file, a line of it, what is put there, what
-    one sees then, and the command of a check."""
-    row = r"^\| \[(\S+)\]\(\.\./\1#L\d+\) `(.*?)` \| `(.*?)` \| (.*) \| `([^`]+)` \|$"
-    actual = re.findall(row, PAGES["course"].read_text(), re.MULTILINE)
-    assert actual, "no table of breaks"
-    return [pytest.param(*values, id=slug(" ".join(values[:2]))) for values in actual]
-
-
-@pytest.mark.parametrize("file, old, new, seen, command", breaks())
-def test_breaks_are_caught(file, old, new, seen, command, tmp_path):
-    """In a copy of the tree in which a line of the course's tables is broken the check fails, as
-    quoted: one that passes on broken code is worth nothing."""
-    text = (ROOT / file).read_text()
-    assert text.count(old) == 1, f"{file} has {text.count(old)} times {old}"
-    for pattern in ("*.py", "*.md", "*.sh", "*.toml", "docs/*", "extras/*.py", "bench/*.py",
-                    "tests/*.py", "dropin/*.py", "dropin/tests/*.py"):
-        for path in ROOT.glob(pattern):
-            copy = tmp_path / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)  # without its mode: it may be read-only
-    (tmp_path / file).write_text(text.replace(old, new))
-    done = subprocess.run(arguments_of(command), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout + done.stderr
-    for quote in re.findall(r'"([^"]+)"', seen):
-        assert quote in done.stdout, f"no {quote!r} in: {done.stdout}"
+def test_commands_find_checks():
+    """Each command of a page that runs checks finds some."""
+    words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0"]
+    listing = subprocess.run([*words, "tests", "dropin", "judge"], cwd=ROOT, text=True,
+                             capture_output=True).stdout.splitlines()
+    rows = subprocess.run([sys.executable, ROOT / "verify.py", "--list"], text=True,
+                          capture_output=True).stdout.splitlines()
+    text = "\n".join(path.read_text() for path in PAGES.values())
+    commands = re.findall(r"`((?:python verify\.py|pytest|python -m pytest)[^`]*)`", text)
+    assert len(commands) > 30, f"{len(commands)} commands"
+    for command in commands:
+        words = shlex.split(command)
+        if "verify.py" in words:
+            names = [word for word in words[2:] if not re.search("^--|own.py|cuda", word)]
+            assert all(any(name in row for row in rows) for name in names), f"no row: {command}"
+        elif "-k" in words:
+            for choice in words[words.index("-k") + 1].split(" or "):
+                parts = choice.split(" and ")
+                chosen = [line for line in listing if all(part in line for part in parts)]
+                assert chosen, f"no test has {choice}: {command}"
 
 
 def headings_of(path):
@@ -441,7 +360,7 @@ def names_in(text):
     """[(a file as a page names it, a function or class of it)] of links such as [`name`](file#L7).
     """
     actual = []
-    for names, file in re.findall(r"\[(`[^]]*`)\]\(([\w./]+\.py)(?:#L\d+)?\)", text):
+    for names, file in re.findall(r"\[(`[^]]*`)\]\(([\w./]+\.py)\)", text):
         for name in re.findall(r"`([\w.]+)`", names):
             actual.append((file, name))
     return actual
@@ -459,178 +378,6 @@ def test_readme_leads_there(page):
     for file, name in names_in(prose):
         is_file = name.endswith(".py")
         assert is_file or name in definitions(folder / file), f"{page}: no {name} in {file}"
-
-
-def number_links(*arguments):
-    command = [sys.executable, ROOT / "docs/number_links.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_links_lead_to_lines():
-    """Each link of a page to a function, a class or a line to break leads to its line. To mend
-    them: python docs/number_links.py"""
-    done = number_links("--check")
-    assert done.returncode == 0 and "lead to their lines" in done.stdout, done.stdout + done.stderr
-
-
-PAGE = """Read [`second`, `first`](code.py) and [`A.method`](code.py#L1) of [code.py](code.py).
-| [code.py](code.py#L2) `return 2` | `pass` | see [`first`](code.py) | `check` |
-```
-[`first`](code.py) in a block
-```
-"""
-CODE = """def first():
-    return 1
-
-
-def second():
-    return 2
-
-
-class A:
-    def method(self):
-        return 1
-"""
-
-
-def test_links_get_their_lines(tmp_path):
-    """The first name decides, in a row of breaks the code; a file's name alone gets none, and a
-    block of code is left alone. What is wrong is said, one line each, and status 1."""
-    page = tmp_path / "page.md"
-    page.write_text(PAGE)
-    (tmp_path / "code.py").write_text(CODE)
-    done = number_links("--check", page)
-    assert done.returncode == 1 and page.read_text() == PAGE, done
-    first, *others = done.stdout.splitlines()
-    assert first == ("page.md:1: [`second`, `first`](code.py) should be "
-                     "[`second`, `first`](code.py#L5)")
-    assert len(others) == 3, others
-    assert number_links(page).returncode == 0
-    expected = PAGE.replace("`](code.py) and", "`](code.py#L5) and").replace("#L1", "#L10")
-    expected = expected.replace("#L2", "#L6").replace("see [`first`](code.py)",
-                                                      "see [`first`](code.py#L1)")
-    assert page.read_text() == expected
-    assert number_links("--check", page).returncode == 0
-    page.write_text("[`third`](code.py), [`first`](no.py)\n| [code.py](code.py) `return 1` | `x` |")
-    done = number_links(page)
-    assert done.returncode == 1 and "no `third`" in done.stdout and "no.py" in done.stdout, done
-    assert "2 lines have `return 1`" in done.stdout, done
-    (tmp_path / "code.py").write_text("def first(:")
-    page.write_text("[`first`](code.py)\n~~~\n[`first`](code.py)\n~~~\n")
-    done = number_links("--check", page)
-    assert done.returncode == 1 and done.stderr == "", done
-    assert "page.md:1: [`first`](code.py): invalid syntax" in done.stdout, done
-    assert "page.md:3" not in done.stdout, done
-
-
-def chapters():
-    """[text] of the course's chapters."""
-    _, *texts = re.split(r"^## (?=\d\. )", PAGES["course"].read_text(), flags=re.MULTILINE)
-    assert len(texts) == 6, "the course has six chapters"
-    return texts
-
-
-def to_read(chapter):
-    """What a chapter leads through: without blocks of code, answers and tables."""
-    text = re.sub(r"^```.*?^```$", "", chapter, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^<details>.*?^</details>$", "", text, flags=re.MULTILINE | re.DOTALL)
-    return re.sub(r"^\|.*$", "", text, flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize("number", [3, 4, 5])
-def test_course_follows_the_files(number):
-    """Chapters on the plain classes name each function first where it stands in its file."""
-    places = {}  # {file: [(line, name)] in the order of the text}
-    seen = set()
-    for file, name in names_in(to_read(chapters()[number - 1])):
-        if name not in seen:
-            seen.add(name)
-            line = definitions(ROOT / "docs" / file)[name].lineno
-            places.setdefault(file, []).append((line, name))
-    assert sum(map(len, places.values())) > 15, places
-    for file, of_file in places.items():
-        for before, after in itertools.pairwise(of_file):
-            assert before < after, f"chapter {number}: {before} comes before {after} in {file}"
-
-
-def layers_in_order():
-    """Names of the layers of our wrappers, in the order of ddp.py, zero.py and guards.py."""
-    layers = {*DDP.__mro__, *STAGES["zero3"].__mro__} - {DDP, *STAGES.values()}
-    places = []
-    for layer in layers:
-        is_plain = layer.__name__ in ("Wrapper", "Reducer", "Stage") or "Plain" in layer.__name__
-        if layer.__module__ in ("dropin.ddp", "dropin.zero", "dropin.guards") and not is_plain:
-            file = layer.__module__.removeprefix("dropin.")
-            line = definitions(ROOT / f"dropin/{file}.py")[layer.__name__].lineno
-            of_file = ["ddp", "zero", "guards"].index(file)
-            places.append((of_file, line, layer.__name__))
-    return [name for _, _, name in sorted(places)]
-
-
-def test_course_has_each_layer():
-    """One paragraph each, in the order of the files."""
-    layers = layers_in_order()
-    assert len(layers) == 14, layers
-    paragraphs = re.findall(r"^\*\*(\w+)\b", chapters()[5], re.MULTILINE)
-    assert [name for name in paragraphs if name in layers] == layers
-
-
-WORDS = {"rank", "W", "Psi", "bucket", "chunk", "collective", "reduce-scatter", "all-gather",
-         "all-reduce", "wrapper", "stage", "shard", "oracle", "micro batch", "micro-step", "piece",
-         "hook", "unit", "root", "unshard", "reshard", "recipe", "overlap", "exposed", "layer",
-         "joint", "no_sync()", "_version", "note", "param_dtype", "reduce_dtype", "guard"}
-
-
-def test_course_explains_words():
-    """Each in a line that begins with >, and not used before it. (Headings may.)"""
-    text = "\n".join(to_read(f"## {chapter}") for chapter in chapters())
-    text = re.sub(r"^#.*$", "", text, flags=re.MULTILINE)
-    text = text.replace("oracle.py", "").replace("linear layer", "")
-    explained = {}  # {word: where}
-    for line in re.finditer(r"^> .*$", text, re.MULTILINE):
-        for words in re.findall(r"\*\*([^*]+)\*\*|\*(exposed)\*", line[0]):
-            for word in "".join(words).replace("`", "").split(", "):
-                explained.setdefault(word, line.start())
-    assert explained.keys() == WORDS, explained.keys() ^ WORDS
-    for word, place in explained.items():
-        if word != "W":  # it stands in its own line only
-            pattern = rf"(?<![\w-]){re.escape(word)}(s|es)?(?![\w-])"
-            for line in text[:place].splitlines():
-                is_used = re.search(pattern, line, re.IGNORECASE)
-                assert not is_used, f"{word!r} is used before it is explained: {line}"
-
-
-def lines_to_read(path, name):
-    """The lines of a function; of a class those before its first method."""
-    node = definitions(path)[name]
-    end = node.end_lineno
-    if isinstance(node, ast.ClassDef):
-        methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
-        end = min([method.lineno for method in methods], default=end + 1) - 1
-    return set(range(node.lineno, end + 1))
-
-
-def test_readme_counts_lines():
-    """Lines of files, in its table and its picture, and of what the course leads through, are about
-    those that it says."""
-    readme = PAGES["README"].read_text()
-    picture = (ROOT / "assets" / "files.svg").read_text()
-    rows = re.findall(r"^\| \[(\S+)\]\(\1\) \| ([\d,]+) \|", readme, re.MULTILINE)
-    assert len(rows) > 7, rows
-    for name, number in rows:
-        paths = ROOT.glob(f"{name}/*.py") if "." not in name else [ROOT / name]
-        n = sum(len(path.read_text().splitlines()) for path in paths)
-        shown = int(number.replace(",", ""))
-        assert abs(n - shown) <= max(50, 0.05 * n), f"{name} has {n} lines, not about {shown}"
-        assert f">{number}<" in picture, f"bench/pictures.py files: {name} has not {number} lines"
-    course = prose_of(PAGES["course"]).split("## 6.")[0]
-    read = {}
-    for file, name in names_in(course):
-        if not name.endswith(".py"):
-            read.setdefault(file, set()).update(lines_to_read(ROOT / "docs" / file, name))
-    n = sum(len(lines) for lines in read.values())
-    [number] = re.findall(r"you read about ([\d,]+) lines", readme)
-    assert abs(n - int(number.replace(",", ""))) <= 50, f"the course leads through {n} lines"
 
 
 def test_readme_has_the_oracles_lines():
@@ -668,37 +415,3 @@ def test_readme_has_the_formulas_numbers():
     green = re.findall(r"🟢 `(\w{8})`", readme)
     others = re.findall(r"\| `([0-9a-f]{8})`", readme)
     assert len(green) == 11 and len(set(green)) == 1 and green[0] not in others, green
-
-
-def list_tests():
-    """Plant pytest in place of train.py."""
-    del sys.modules["tests.plugin"]  # which pytest loads itself
-    sys.exit(pytest.main(["--full", "--collect-only", "-q", "-n", "0", str(ROOT / "tests"),
-                          str(ROOT / "dropin")]))
-
-
-NO_NAMES = "own.py", "mine.py", "cuda"  # files of a reader, and a device
-JUDGED = "tests/judged/right/small.py"
-
-
-def test_readme_names_checks():
-    """Each command of a page that runs checks finds some."""
-    rows = []
-    for check in itertools.chain(*PROOF.values()):
-        rows += [row.name for row in rows_of(check, is_full=True)]
-    judged = itertools.chain(*rows_of_wrapper(str(ROOT / JUDGED), "cpu").values())
-    rows += [row.name for row in judged]
-    listing = run_train(None, plant=list_tests, argv=[]).stdout[0].splitlines()
-    text = "\n".join(path.read_text() for path in PAGES.values())
-    commands = re.findall(r"`((?:python verify\.py|pytest|python -m pytest)[^`]*)`", text)
-    assert len(commands) > 40, f"{len(commands)} commands"
-    for command in set(commands):
-        words = shlex.split(command)
-        if "verify.py" in words:
-            names = [word for word in words[2:] if word[:2] != "--" and word not in NO_NAMES]
-            assert all(any(name in row for row in rows) for name in names), f"no row: {command}"
-        elif "-k" in words:
-            for choice in words[words.index("-k") + 1].split(" or "):
-                parts = choice.split(" and ")
-                actual = [line for line in listing if all(part in line for part in parts)]
-                assert actual, f"no test has {choice}: {command}"

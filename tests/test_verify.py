@@ -1,0 +1,156 @@
+"""verify.py: its rows, what it says of broken code, and its words."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import verify
+from tests.common import ROOT, raises
+
+FILES = ("verify.py", "oracle.py", "model.py", "ddp.py", "zero.py")
+TASKS = list(verify.TASKS)
+
+
+def rows():
+    for _, W, check, arguments in verify.rows(TASKS, is_own=False):
+        words = [str(value) for value in arguments if not isinstance(value, list)]
+        yield pytest.param(W, check, arguments, id="-".join([check.__name__, f"W{W}", *words]))
+
+
+@pytest.mark.parametrize(("W", "check", "arguments"), [*rows()])
+def test_rows(W, check, arguments):
+    verify.run(W, check, *arguments)
+
+
+def prove(*words, folder=ROOT, cwd=None):
+    """-> (exit status, what `python verify.py words` has printed, stderr)"""
+    done = subprocess.run([sys.executable, folder / "verify.py", *words], cwd=cwd, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": ""}, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+# A file, what stands there, what is put there, the row that notices, and what it says.
+BREAKS = [
+    ("ddp.py", "for addend in addends[1:]:", "for addend in addends[2:]:", "W=3 ddp 1",
+     "gradient of .* has norm 0"),
+    ("ddp.py", "addends = [earlier, *addends]", "pass", "W=2 zero2 3", "gradient of .* norm 0"),
+    ("zero.py", "            p.data = nan\n", "            pass\n", "process W=2 zero1 1", "differ"),
+    ("zero.py", "            self.whole = None\n", "            pass\n", "paper W=3 zero3 1",
+     "bytes, expected 5.333"),
+    ("oracle.py", "total = total + addend", "total = total - addend", "oracle W=2 zero1",
+     "the hash is .*, that of oracle.py is ")]
+
+
+@pytest.mark.parametrize(("file", "right", "wrong", "row", "fact"), BREAKS)
+def test_broken_code(file, right, wrong, row, fact, tmp_path):
+    """In a folder of copies: these files are enough."""
+    for name in FILES:
+        text = (ROOT / name).read_text()
+        if name == file:
+            assert text.count(right) == 1, f"{text.count(right)} places"
+            text = text.replace(right, wrong)
+        (tmp_path / name).write_text(text)
+    status, printed, errors = prove(row, folder=tmp_path)
+    assert status == 1 and re.search(f"FAILED .*{row}: .*{fact}", printed), printed + errors
+
+
+OWN = """
+import torch
+import torch.distributed as dist
+from model import net
+
+module = net
+
+def units(module):
+    return [module[0], module[2]]
+
+def loss(model, step, number):
+    x = torch.ones(2, 4) * (number + 1)
+    {more}
+    return model(x).square().mean()
+"""
+MODEL = """
+import torch
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+"""
+
+
+@pytest.mark.parametrize(("more", "words", "status", "fact"), [
+    ("", ["--module", "own.py", "W=1", "W=2"], 0, "\n19 passed, 0 failed"),
+    ("x = x + (dist.get_world_size() == 2 and dist.get_rank() == 1)", ["--module", "own.py", "W=2"],
+     1, "FAILED  bits_of_one_process W=2 ddp 1: rank "),
+    ("raise OSError('gone')", ["--module", "own.py"], 2, "own.py: rank 0: OSError: gone (loss, "),
+    ("", ["--module", "none.py"], 2, "none.py: rank 0: FileNotFoundError"),
+    ("", ["--module", "model.py"], 2, "no attribute 'module'"),
+    ("", ["--device", "abacus"], 2, "--device abacus is not on this machine: choose cpu"),
+    ("", ["one_process W=9"], 2, "no row has a name with one_process W=9"),
+    ("", ["bits_of_one_process W=1 zero1 1"], 0, "\n1 passed, 0 failed"),
+    ("", ["W=2 zero2", "--list"], 0, "\nbits_of_one_process W=2 zero2 3\n")])
+def test_words(more, words, status, fact, tmp_path):
+    """A module of a file, whose folder has a model.py of its own; names of rows; --list; and
+    mistakes, which are a line."""
+    (tmp_path / "own.py").write_text(OWN.format(more=more))
+    (tmp_path / "model.py").write_text(MODEL)
+    actual, printed, errors = prove(*words, cwd=tmp_path)
+    assert actual == status and fact in printed + errors, printed + errors
+    assert status < 2 or len(errors.splitlines()) == 1, errors
+
+
+def on_rank_1(act):
+    if dist.get_rank() == 1:
+        act()
+    dist.barrier()
+    return dist.get_rank()
+
+
+def fail():
+    raise ZeroDivisionError("planted")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang():
+    time.sleep(60)
+
+
+def exit_early():
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(("act", "fact"), [
+    (fail, r"^rank 1: ZeroDivisionError: planted \(fail, test_verify.py:\d+\)$"),
+    (die, "^rank 1 has died, with status -9$"), (hang, "^rank [01] hangs: killed after 2 s$"),
+    (exit_early, r"^rank 1: SystemExit: 3 \(exit_early")])
+def test_ranks_that_fail(act, fact):
+    """They fail by name, in time, whatever others say of it."""
+    begun_s = time.monotonic()
+    raises(verify.Failure, fact, verify.run, 2, on_rank_1, act, seconds=2)
+    assert time.monotonic() - begun_s < 6
+
+
+def test_ranks_answer():
+    assert verify.run(3, on_rank_1, print) == [0, 1, 2]
+
+
+def test_differences_are_told():
+    """The first tensor that differs, and how."""
+    t = torch.tensor([1.0, 2.0])
+    expected = dict(a=t, b=t)
+    for b, fact in ((2 * t, "w: 1 of 2 tensors differ; the first, b, has norm 2.0000 x expected"),
+                    (t * torch.nan, "b, has nan"), (t[:1], "is .*1.* expected is .*2"),
+                    (t.double(), "float64, expected is .*float32")):
+        raises(AssertionError, fact, verify.compare, expected, dict(a=-0.0 + t, b=b), "w")
+    raises(AssertionError, "{'b'}", verify.compare, expected, dict(a=t))
+    verify.compare(dict(a=torch.zeros(2)), dict(a=-torch.zeros(2)))
+    verify.compare(expected, dict(a=t + 1e-6, b=t), is_equal=verify.close)
