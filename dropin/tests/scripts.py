@@ -1,5 +1,8 @@
-"""Scripts: what a test does around a plain module, and around a wrapper of it."""
+"""Scripts: what people do around a module, and around a wrapper of it."""
 
+import functools
+import gc
+import inspect
 from functools import partial
 
 import torch
@@ -9,9 +12,32 @@ import torch.nn as nn
 from dropin.ddp import first_names, named_tensors
 from dropin.tests.wrappers import WRAPPERS
 from dropin.zero import copy_of, PlainZero1
-from tests.common import raises
 from judge.hints import difference
 from judge.training import no_sync, STAGES
+from tests.common import raises
+
+ALL = ("ddp", *STAGES)
+
+
+def of_each(*wrappers):
+    """A test of a wrapper, of each of these in turn, on one group of ranks."""
+
+    def mark(function):
+        @functools.wraps(function)
+        def test(**arguments):
+            for wrapper in wrappers:
+                gc.collect()  # nothing is left of the one before
+                try:
+                    function(wrapper, **arguments)
+                except Exception as error:
+                    text = f"{wrapper}: {type(error).__name__}: {error}"
+                    raise AssertionError(text).with_traceback(error.__traceback__) from None
+
+        _, *others = inspect.signature(function).parameters.values()
+        test.__signature__ = inspect.Signature(others)
+        return test
+
+    return mark
 
 
 class Net(nn.Module):
@@ -36,20 +62,26 @@ class Net(nn.Module):
 
 
 class Script:
-    """What a script has: a model, which is a module or a wrapper of it, and an optimizer."""
+    """What a script has: a model, which is a module or a wrapper of it, and an optimizer, which
+    make(parameters) returns. wrapper: None for the module itself. x: by default each rank's own."""
 
-    def __init__(self, wrap, build, x):
+    def __init__(self, wrapper, build=Net, x=None, make=partial(torch.optim.SGD, lr=0.1),
+                 **options):
         torch.manual_seed(0)
-        self.module = build()
-        self.wrap = wrap
+        self.module = self.model = build()
+        self.is_wrapped = wrapper is not None
         self.x = x
-        self.model = wrap(self.module)
+        if x is None:
+            self.x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+        if self.is_wrapped:
+            self.model = WRAPPERS[wrapper](self.module, **options)
+        self.is_stage = isinstance(self.model, PlainZero1)
         # By hand, as a module may override parameters().
         actual = first_names(named_tensors(self.module, "parameters"))
-        if isinstance(self.model, PlainZero1):
+        if self.is_stage:
             actual = self.model.parameters()
         self.parameters = [p for p in actual if p.requires_grad]
-        self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
+        self.optimizer = make(self.parameters)
 
     def loss(self):
         return self.model(self.x).square().mean()
@@ -67,7 +99,7 @@ class Script:
         self.optimizer.zero_grad()
 
     def result(self):
-        if isinstance(self.model, PlainZero1):
+        if self.is_stage:
             return self.model.full_state_dict()
         actual = nn.Module.state_dict(self.module)
         return {name: copy_of(value) for name, value in actual.items()}
@@ -86,7 +118,7 @@ def note_script(scripts, zero="", ddp="", both="", zero3="", build=Net):
     return note
 
 
-def run_script(script, wrapper):
+def run_script(wrapper, script):
     """Whatever a script does around a wrapper ends as around the plain module, on the batches of
     all ranks; or it raises, naming what is not supported."""
     batch = torch.randn(12, 4, generator=torch.Generator().manual_seed(1))
@@ -95,13 +127,13 @@ def run_script(script, wrapper):
     if refusal:
         wrapped = []
         raises(Exception, refusal, start, wrapped, script, wrapper, own)
-        # A receive that is dropped before its message arrives spoils the group for later tests.
+        # A receive that is dropped before its message arrives spoils the group for the next one.
         for started in wrapped:
             started.model.zero_grad()
         return
-    plain = Script(not_wrapped, script.build, batch)
+    plain = Script(None, script.build, batch)
     script(plain)
-    wrapped = Script(WRAPPERS[wrapper], script.build, own)
+    wrapped = Script(wrapper, script.build, own)
     script(wrapped)
     expected = plain.result()
     actual = wrapped.result()
@@ -115,9 +147,5 @@ def run_script(script, wrapper):
 
 def start(started, script, wrapper, x):
     """Wrap, which may raise already, and run the script."""
-    started.append(Script(WRAPPERS[wrapper], script.build, x))
+    started.append(Script(wrapper, script.build, x))
     script(started[0])
-
-
-def not_wrapped(module):
-    return module

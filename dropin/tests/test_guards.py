@@ -1,11 +1,15 @@
-"""guards.py: right, or refused."""
+"""guards.py: right, or refused. What is no script around a module of its own: see test_scripts.py.
+"""
 
 import copy
 import datetime
+import inspect
 import math
 import os
-import re
+import pickle
 import shutil
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -13,25 +17,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.optim import _apply_optimizer_in_backward
+import torch.nn.functional as F
+from torch.distributed.tensor import distribute_tensor, init_device_mesh, Replicate
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 from checkpoint import sharded_state
-from dropin.ddp import clip_gradients_, DDP
-from dropin.tests.scripts import Net, note_script, run_script
+from dropin.ddp import DDP, named_tensors
+from dropin.guards import Part
+from dropin.tests.scripts import ALL, Net, of_each, Script
+from dropin.tests.test_scripts import CHANGED, COPIED, HOLDS, OwnLists
 from dropin.tests.wrappers import WRAPPERS
-from tests.common import planted, raises
-from tests.common import ROOT
-from tests.runs import run_alone, run_train
-from judge.training import fresh, no_sync, STAGES, zoo_loss
+from judge.training import fresh, STAGES, zoo_loss
+from tests.common import raises, ROOT
 from tests.ranks import on_ranks
 
 
-def test_files_work_alone(tmp_path):
-    """oracle.py alone, and dropin/ alone: in an empty folder."""
-    script = """
+ALONE = """
 import torch, torch.distributed as dist
 from dropin.{file} import {wrapper}, Plain{wrapper}
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -40,21 +41,19 @@ for kind in {wrapper}, Plain{wrapper}:
     model(torch.ones(1, 2)).sum().backward()
     print("norm", model.clip_grad_norm_(1.0).item())
 """
-    printed = {}
-    for file, wrapper in (("ddp", "DDP"), ("zero", "Zero3"), ("oracle", None)):
-        folder = tmp_path / file
-        (folder / "dropin").mkdir(parents=True)
-        for path in [ROOT / "oracle.py"] if file == "oracle" else ROOT.glob("dropin/*.py"):
-            shutil.copy(path, folder / path.relative_to(ROOT))
-        (folder / "own.py").write_text(script.format(file=file, wrapper=wrapper))
-        script_file = "own.py" if wrapper else "oracle.py"
-        run = run_train(None, plant=partial(run_alone, folder, script_file), argv=[])
-        assert run.codes == [0], run
-        printed[file] = run.stdout[0]
-    norm = f"norm {math.sqrt(6)}\n"  # of six gradients of 1
-    assert printed["ddp"] == printed["zero"] == 2 * norm, printed
-    rows = re.findall(r"^(\w+) +([12])  ([0-9a-f]{8}) ", printed["oracle"], re.MULTILINE)
-    assert len(rows) == 10 and len({actual for _, _, actual in rows}) == 2, printed
+
+
+@pytest.mark.parametrize(("file", "wrapper"), [("ddp", "DDP"), ("zero", "Zero3")])
+def test_files_work_alone(file, wrapper, tmp_path):
+    """dropin/ alone, in an empty folder."""
+    (tmp_path / "dropin").mkdir()
+    for path in ROOT.glob("dropin/*.py"):
+        shutil.copy(path, tmp_path / "dropin")
+    script = tmp_path / "script.py"
+    script.write_text(ALONE.format(file=file, wrapper=wrapper))
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, text=True, capture_output=True,
+                          env={**os.environ, "PYTHONPATH": ""})
+    assert done.stdout == 2 * f"norm {math.sqrt(6)}\n", done  # of six gradients of 1
 
 
 # What may differ between the modules that ranks wrap, and the tensor that is named.
@@ -81,7 +80,7 @@ CHANGES = {other_dtype: "first.weight", frozen_last: "last.weight", one_buffer_m
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3"])
+@of_each("ddp", "zero1", "zero3")
 def test_mistakes_are_named(wrapper):
     """Ranks whose modules differ all raise, naming the first difference; so do a backward through
     weights that a step has changed, a wrapper in a wrapper, a lookup that changes weights. The next
@@ -150,649 +149,6 @@ def test_missing_rank_is_named(wrapper, missing):
         raises(RuntimeError, r"(first|last|layers\.\d)\b|the root", act)
 
 
-SCRIPTS = []
-script = partial(note_script, SCRIPTS)
-# What errors say.
-ABSENT = "parameter has a value"
-CHANGED = "after wrapping"
-COPIED = "copy the module"
-HOLDS = "holds gradients back"
-ONE_PART = "one rank's part"
-
-
-# ---- scripts that change the module
-
-
-@script(both="weakref")
-def swaps_tensors(s):
-    torch.utils.swap_tensors(s.module.scale, nn.Parameter(s.x[0, 0]))
-    s.step()
-
-
-def frozen_head():
-    net = Net()
-    net.head.requires_grad_(False)
-    return net
-
-
-@script(both=CHANGED, build=frozen_head)
-def unfreezes_what_was_frozen(s):
-    s.model.requires_grad_(True)
-    s.step()
-
-
-@script(ABSENT, ddp=CHANGED)
-def wraps_twice(s):
-    again = s.wrap(s.module)
-    s.step()
-    del again
-
-
-@script(both=CHANGED)
-def adds_a_layer(s):
-    s.module.blocks.append(nn.Linear(4, 4))
-    s.step()
-
-
-@script(both=CHANGED)
-def adds_a_frozen_layer(s):
-    """Each rank has its own, and nobody would send it."""
-    s.module.extra = nn.Linear(4, 4).requires_grad_(False)
-    s.step()
-
-
-@script(both=CHANGED)
-def assigns_a_state_dict(s):
-    s.module.load_state_dict(Net().state_dict(), assign=True)
-    s.step()
-
-
-@script(both=CHANGED)
-def replaces_a_layer(s):
-    s.step()
-    s.module.head = nn.Linear(4, 2)
-    s.step()
-
-
-@script(both=CHANGED)
-def ties_two_blocks(s):
-    s.step()
-    s.module.blocks[1].weight = s.module.blocks[0].weight
-    s.step()
-
-
-@script(both=CHANGED)
-def deletes_a_block(s):
-    s.module.blocks = s.module.blocks[:2]
-    s.step()
-
-
-@script(both=CHANGED)
-def deletes_a_bias(s):
-    s.module.blocks[0].bias = None
-    s.step()
-
-
-@script()
-def exchanges_blocks(s):
-    """They keep their parameters, under each other's names."""
-    s.step()
-    blocks = s.module.blocks
-    blocks[0], blocks[2] = blocks[2], blocks[0]
-    s.step()
-
-
-@script()
-def renames_a_layer(s):
-    s.step()
-    s.module.blocks[1] = nn.Sequential(s.module.blocks[1])
-    s.step()
-
-
-@script()
-def ties_once_more(s):
-    """As libraries do it after loading."""
-    s.module.blocks[1].bias = s.module.blocks[0].bias
-    s.step()
-
-
-ties_once_more.build = partial(Net, tied=True)
-
-
-@script(both=CHANGED)
-def adds_a_gradient_hook(s):
-    s.module.scale.register_post_accumulate_grad_hook(planted)
-    s.step()
-
-
-@script("a shard's hooks")
-def hooks_a_parameter(s):
-    s.parameters[0].register_hook(torch.zeros_like)
-    s.step()
-
-
-@script()
-def freezes_and_unfreezes(s):
-    for p in s.parameters[:4]:
-        p.requires_grad_(False)
-    s.step()
-    s.module.requires_grad_(True)
-    s.step()
-
-
-@script()
-def keeps_the_gradients_of_a_critic(s):
-    s.backward()
-    s.module.requires_grad_(False)
-    s.model(s.x.clone().requires_grad_()).sum().backward()
-    s.module.requires_grad_(True)
-    s.optimizer.step()
-
-
-# ---- scripts that copy or read weights
-
-
-@script(ABSENT)
-def copies_the_module(s):
-    copy.deepcopy(s.module)
-
-
-@script(COPIED)
-def averages_the_model(s):
-    AveragedModel(s.model).update_parameters(s.model)
-
-
-@script(COPIED)
-def saves_the_model(s):
-    torch.save(s.model, os.devnull)
-
-
-@script("full_state_dict")
-def reads_a_state_dict_of_the_module(s):
-    s.module.state_dict()["head.weight"].clone()
-
-
-@script(ABSENT)
-def reads_a_weight(s):
-    s.x * s.module.scale  # in a method that is not forward
-
-
-@script(ABSENT)
-def reads_a_weight_after_a_step_without_backward(s):
-    s.loss()  # so the weights are gathered
-    for p in s.parameters:
-        p.grad = torch.ones_like(p)
-    s.optimizer.step()
-    s.x * s.module.scale
-
-
-def reads_another_unit(net, x):
-    return x @ net.blocks[2].weight
-
-
-@script(ABSENT, build=partial(Net, reads_another_unit))
-def reads_a_weight_of_another_unit(s):
-    s.step()
-
-
-@script()
-def loads_into_the_module(s):
-    s.module.load_state_dict({n: torch.full_like(t, 0.1) for n, t in Net().state_dict().items()})
-
-
-# ---- scripts that write weights
-
-
-@script()
-def replaces_data(s):
-    """SGD by hand, and averages that are swapped in."""
-    s.backward()
-    for p in s.parameters:
-        p.data = p.data - 0.1 * p.grad
-    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(s.parameters) / 2, s.parameters)
-
-
-@script()
-def scales_data_in_place(s):
-    s.loss()  # so the weights are gathered
-    for p in s.parameters:
-        p.data.mul_(0.5)
-    s.step()
-
-
-@script()
-def exchanges_data(s):
-    """Averages take the weights' place for an evaluation, and give it back."""
-    averages = [p.detach() * 0.9 for p in s.parameters]
-    for _ in range(2):
-        s.step()
-        for _ in range(2):
-            for p, average in zip(s.parameters, averages):
-                p.data, average.data = average.data, p.data
-            with torch.no_grad():
-                s.loss()
-    with torch.no_grad():
-        for p, average in zip(s.parameters, averages):
-            p.add_(average)
-
-
-def writing(net, x):
-    with torch.no_grad():
-        net.head.weight.clamp_(-0.1, 0.1)
-    net.scale.data = net.scale.data * 0.9
-    is_early = net.scale.item() < 0.85
-    net.head.requires_grad_(net.head.weight.requires_grad and is_early)
-    return net.plain(x)
-
-
-@script(build=partial(Net, writing))
-def writes_weights_in_the_forward(s):
-    s.step()
-    s.step()
-
-
-@script(build=partial(Net, writing))
-def writes_weights_in_a_forward_without_backward(s):
-    s.loss()
-    s.step()
-
-
-# ---- scripts that keep, change or ask gradients
-
-
-@script()
-def keeps_gradients(s):
-    s.backward()
-    kept = [p.grad for p in s.parameters]
-    s.optimizer.zero_grad()
-    s.step()
-    with torch.no_grad():
-        for p, gradient in zip(s.parameters, kept):
-            p -= gradient
-
-
-@script()
-def caches_gradients(s):
-    s.backward()
-    cached = [p.grad for p in s.parameters]
-    s.optimizer.zero_grad(set_to_none=False)
-    s.backward()
-    for gradient in cached:
-        gradient *= 0.5
-    s.optimizer.step()
-    s.optimizer.zero_grad()
-    s.step()
-    with torch.no_grad():
-        for p, gradient in zip(s.parameters, cached):
-            p -= gradient
-    torch.save([p.grad for p in s.parameters], os.devnull)
-
-
-def asks_a_gradient(s, question):
-    s.backward()
-    question(s.parameters[0].grad)
-    s.step()
-
-
-@script(ONE_PART)
-def asks_isfinite(s):
-    asks_a_gradient(s, torch.isfinite)
-
-
-@script(ONE_PART)
-def asks_isnan(s):
-    asks_a_gradient(s, torch.isnan)
-
-
-@script(ONE_PART)
-def asks_amax(s):
-    asks_a_gradient(s, torch.amax)
-
-
-@script(ONE_PART)
-def asks_max(s):
-    asks_a_gradient(s, torch.Tensor.max)
-
-
-@script("clip_grad_norm_")
-def clips_by_a_norm_of_parts(s):
-    s.backward()
-    norm = sum(p.grad.data.pow(2).sum() for p in s.parameters).sqrt()
-    nn.utils.clip_grads_with_norm_(s.parameters, 0.01, norm)
-    s.step()
-
-
-@script()
-def clears_gradients_of_the_module(s):
-    s.backward()
-    s.module.zero_grad()
-    s.step()
-
-
-def infinite(gradient):
-    gradient = gradient.clone()
-    gradient.view(-1)[0] = math.inf  # in one shard
-    return gradient
-
-
-@script()
-def scales_and_finds_an_inf(s):
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for has_inf in (False, True, False):
-        handle = s.module.head.weight.register_hook(infinite if has_inf else torch.clone)
-        scaler.scale(s.loss()).backward()
-        for p in s.parameters:
-            p.grad = p.grad.clone()
-        scaler.step(s.optimizer)
-        scaler.update()
-        s.optimizer.zero_grad()
-        handle.remove()
-    assert scaler.get_scale() == 2, "the scale is halved once, on every rank"
-
-
-# ---- what a backward is
-
-
-@script(both="create_graph")
-def creates_a_graph(s):
-    s.step(create_graph=True)
-
-
-@script()
-def penalises_the_gradient_of_its_input(s):
-    x = s.x.clone().requires_grad_()
-    y = s.model(x)
-    [gradient] = torch.autograd.grad(y.sum(), x, create_graph=True)
-    (y.square().mean() + gradient.square().mean()).backward()
-    s.optimizer.step()
-
-
-def with_a_weight(net, x):
-    return net.plain(x), net.blocks[1].weight
-
-
-@script(build=partial(Net, with_a_weight))
-def uses_a_weight_that_the_forward_returns(s):
-    y, weight = s.model(s.x)
-    (y.square().mean() + weight.square().mean()).backward()
-    s.optimizer.step()
-
-
-@script("after no backward")
-def asks_only_some_gradients(s):
-    s.step(inputs=s.parameters)
-
-
-@script("to not have been used", ddp="autograd.grad")
-def calls_autograd_grad(s):
-    torch.autograd.grad(s.loss(), s.parameters)
-
-
-@script(both="sparse", build=partial(Net, unit=partial(nn.Embedding, 9, 4, sparse=True)))
-def has_sparse_gradients(s):
-    s.model.module.blocks[0](torch.tensor([1])).sum().backward()
-
-
-def reentrant(net, x):
-    """A part is recomputed by a backward inside the backward."""
-    return net.plain(checkpoint(net.blocks[2], net.blocks[1](x), use_reentrant=True))
-
-
-@script(both="use_reentrant=False", build=partial(Net, reentrant))
-def checkpoints_reentrantly(s):
-    s.step()
-
-
-@script(both="in the backward")
-def steps_in_the_backward(s):
-    _apply_optimizer_in_backward(torch.optim.SGD, s.parameters, dict(lr=0.1))
-    s.step()
-
-
-@script(build=partial(Net, tied=True))
-def goes_back_through_a_part(s):
-    s.module.blocks[1](s.x).square().mean().backward()  # it has a parameter of the root
-    s.optimizer.step()
-
-
-@script()
-def goes_back_twice(s):
-    loss = s.loss()
-    if s.model is not s.module:  # a sum of halves is the mean, too
-        s.model.set_gradient_divide_factor(1)
-        loss = loss / 2
-    loss.backward(retain_graph=True)
-    loss.backward()
-    s.optimizer.step()
-
-
-@script(both="after one that raised")
-def catches_an_error_in_the_backward(s):
-    s.backward()
-    with s.module.blocks[1].register_full_backward_pre_hook(planted):
-        raises(ZeroDivisionError, "planted", s.step)
-    s.step()
-
-
-@script()
-def raises_elsewhere_on_each_rank(s):
-    """Rank 1 after the gradient of scale, rank 0 before that; neither has filled a bucket."""
-    rank = dist.get_rank()
-
-    def raise_on_rank_1(module, gradients):
-        if rank == 1:
-            planted()
-
-    with s.module.head.register_full_backward_pre_hook(raise_on_rank_1):
-        loss = s.loss()
-        if rank == 0:
-            loss.register_hook(planted)
-        raises(ZeroDivisionError, "planted", loss.backward)
-    s.model.zero_grad()
-    s.step()
-
-
-def catching(net, x):
-    with net.blocks[1].register_forward_pre_hook(planted, prepend=True):  # before ours
-        raises(ZeroDivisionError, "planted", net.blocks[1], x)
-    return net.plain(x)
-
-
-@script(build=partial(Net, catching))
-def catches_an_error_in_the_forward(s):
-    s.step()
-    s.step()
-
-
-@script()
-def adds_a_penalty_before_the_forward(s):
-    penalty = sum(p.square().sum() for p in s.parameters)
-    (penalty + s.loss()).backward()
-    s.optimizer.step()
-
-
-class Spectrum(nn.Module):
-    """A weight that is seen as complex, and conjugated."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 2, 2))
-
-    def forward(self, x):
-        return (x[:, :2].cfloat() @ torch.view_as_complex(self.w).mH).real
-
-
-@script(build=partial(Net, unit=Spectrum))
-def sees_weights_as_complex(s):
-    s.step()
-
-
-class Phases(nn.Module):
-    """Weights that are seen as complex numbers, and kept so for the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(2, 2))
-
-    def forward(self, x):
-        turned = x.unflatten(1, (2, 2)).sum(2) * torch.view_as_complex(self.w)
-        return torch.view_as_real(turned).flatten(1)
-
-
-@script(build=partial(Net, unit=Phases))
-def keeps_complex_views(s):
-    s.x = s.x.clone().requires_grad_()  # or the first block, which is freed, would keep none
-    s.step()
-
-
-class Negated(nn.Module):
-    """A weight that is seen with another sign, and kept so for the backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 2))
-
-    def forward(self, x):
-        return x * torch.view_as_complex(self.w).conj().imag
-
-
-@script(build=partial(Net, unit=Negated))
-def keeps_negated_views(s):
-    s.x = s.x.clone().requires_grad_()
-    s.step()
-
-
-@script()
-def keeps_by_hooks_of_its_own(s):
-    kept = []
-
-    def pack(t):
-        kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = s.loss()
-    assert len(kept) > 3, "the outputs of three tanh and of the last layer"
-    loss.backward()
-    s.optimizer.step()
-
-
-# ---- no_sync()
-
-
-@script()
-def has_only_its_forward_in_no_sync(s):
-    with no_sync(s.model):
-        loss = s.loss()
-    loss.backward()
-    s.optimizer.step()
-
-
-@script()
-def adds_a_penalty_to_what_no_sync_holds(s):
-    s.hold()
-    (s.loss() + sum(p.square().sum() for p in s.parameters)).backward()
-    s.optimizer.step()
-
-
-@script("held back")
-def scales_what_no_sync_holds(s):
-    s.hold()
-    torch._foreach_mul_([p.grad for p in s.parameters], 0.5)
-    s.step()
-
-
-@script(both=HOLDS)
-def steps_after_no_sync(s):
-    s.hold()
-    s.optimizer.step()
-
-
-@script(both=HOLDS)
-def steps_in_no_sync(s):
-    with no_sync(s.model):
-        s.step()
-
-
-@script(both=HOLDS)
-def syncs_all_but_the_last(s):
-    s.backward()
-    s.hold()
-    s.optimizer.step()
-
-
-@script(both=HOLDS)
-def clips_after_no_sync(s):
-    s.hold()
-    s.model.clip_grad_norm_(math.inf)
-
-
-@script("held back", ddp=HOLDS)
-def clips_by_the_function_after_no_sync(s):
-    s.hold()
-    clip_gradients_([p.grad for p in s.parameters], math.inf, s.model.shard_group)
-    s.optimizer.step()
-
-
-@script("held back", ddp=HOLDS)
-def scales_and_steps_after_no_sync(s):
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with no_sync(s.model):
-        scaler.scale(s.loss()).backward()
-    scaler.step(s.optimizer)
-
-
-@script()
-def steps_another_optimizer_after_no_sync(s):
-    """It has none of the gradients that are held back."""
-    other = nn.Parameter(torch.ones(3))
-    other.grad = torch.ones(3)
-    s.hold()
-    torch.optim.SGD([other], lr=0.1).step()
-    s.step()
-
-
-@script()
-def drops_what_no_sync_holds(s):
-    for set_to_none in (True, False):
-        s.hold()
-        s.optimizer.zero_grad(set_to_none)
-        s.step()
-
-
-# ---- optimizers
-
-
-@script("whole parameters")
-def uses_lbfgs(s):
-    torch.optim.LBFGS(s.parameters).step(s.loss)
-
-
-@script("uncut=")
-def uses_muon(s):
-    matrices = [p for p in s.parameters if p.dim() == 2]
-    s.optimizer = torch.optim.Muon(matrices, lr=0.1)
-    s.step()
-
-
-@script("has parameters of the module")
-def optimizes_the_module(s):
-    s.backward()
-    torch.optim.SGD(s.module.parameters()).step()
-
-
-@script()
-def steps_with_a_closure(s):
-    def closure():
-        s.optimizer.zero_grad()
-        loss = s.loss()
-        loss.backward()
-        return loss
-
-    s.loss()  # without a backward
-    s.optimizer.step(closure)
-
-
 @on_ranks(2, 3)
 @pytest.mark.parametrize("where", ["inside", "after"])
 def test_local_sgd_says_so(where):
@@ -831,35 +187,60 @@ def test_local_sgd_says_so(where):
     raises(RuntimeError, HOLDS, optimizers[0].step)
 
 
+def adds_a_layer(net):
+    net.blocks.append(nn.Linear(4, 4))
+
+
+def adds_a_frozen_layer(net):
+    """Each rank has its own, and nobody would send it."""
+    net.extra = nn.Linear(4, 4).requires_grad_(False)
+
+
+def assigns_a_state_dict(net):
+    net.load_state_dict(Net().state_dict(), assign=True)
+
+
+def replaces_a_layer(net):
+    net.head = nn.Linear(4, 2)
+
+
+def ties_two_blocks(net):
+    net.blocks[1].weight = net.blocks[0].weight
+
+
+def deletes_a_block(net):
+    net.blocks = net.blocks[:2]
+
+
+def deletes_a_bias(net):
+    net.blocks[0].bias = None
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("change", [adds_a_layer, adds_a_frozen_layer, replaces_a_layer,
-                                    assigns_a_state_dict, ties_two_blocks, deletes_a_block])
-def test_a_changed_module_is_not_saved(change, stage):
-    """Whatever looks at a stage's parameters raises, before the next forward, too."""
-    net = Net()
-    model = STAGES[stage](net)
-    state = model.state_dict()
-
-    class Script:
-        module = net
-
-        def step(self):
-            pass
-
-    change(Script())
-    looks = {"full_parameters": lambda: dict(model.full_parameters()),
-             "full_state_dict": model.full_state_dict, "state_dict": model.state_dict,
-             "shard_starts": model.shard_starts,
-             "load_state_dict": lambda: model.load_state_dict(state),
-             "load_full_state_dict": lambda: model.load_full_state_dict(state),
-             "sharded_state": lambda: sharded_state(model)}
-    for look in looks.values():
-        raises((RuntimeError, ValueError), CHANGED, look)
+@of_each(*ALL)
+def test_modules_that_are_changed(wrapper):
+    """In the next forward, and whatever looks at a stage's parameters raises before it, too."""
+    for change in (adds_a_layer, adds_a_frozen_layer, assigns_a_state_dict, replaces_a_layer,
+                   ties_two_blocks, deletes_a_block, deletes_a_bias):
+        for n_before in (0, 1):
+            s = Script(wrapper)
+            for _ in range(n_before):
+                s.step()
+            change(s.module)
+            raises(RuntimeError, CHANGED, s.step)
+        if wrapper == "ddp":
+            continue
+        s = Script(wrapper)
+        model, state = s.model, s.model.state_dict()
+        change(s.module)
+        for look in (lambda: dict(model.full_parameters()), model.full_state_dict,
+                     model.state_dict, model.shard_starts, lambda: model.load_state_dict(state),
+                     lambda: model.load_full_state_dict(state), lambda: sharded_state(model)):
+            raises((RuntimeError, ValueError), CHANGED, look)
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("wrapper", ["ddp", *STAGES])
+@of_each("ddp", *STAGES)
 def test_names_are_those_that_the_module_has_now(wrapper):
     net = Net()
     model = WRAPPERS[wrapper](net)
@@ -882,8 +263,299 @@ def test_names_are_those_that_the_module_has_now(wrapper):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrapper", ["ddp", *STAGES])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_scripts(script, wrapper):
-    """`run_script`."""
-    run_script(script, wrapper)
+@of_each(*STAGES)
+def test_state_of_all_is_saved_and_loaded(wrapper):
+    """full_state_dict() and state_dict() have all tensors, whatever the module's does."""
+    module = OwnLists()
+    names = {name for name, _ in named_tensors(module, "parameters")} | {"shift"}
+    model = WRAPPERS[wrapper](module)
+    whole = model.full_state_dict()
+    assert names == set(whole) == set(model.state_dict()) == set(model.shard_starts()) | {"shift"}
+    model.load_full_state_dict({name: torch.full_like(t, 0.5) for name, t in whole.items()})
+    model.load_state_dict(model.state_dict())
+    for name, t in model.full_state_dict().items():
+        assert (t == 0.5).all(), f"{name} was not loaded"
+
+
+# ---- what torch's DDP is told to ignore
+
+
+@on_ranks(2, 3)
+@of_each(*ALL)
+def test_ignored_tensors_stay(wrapper):
+    """Buffers that torch's DDP is told to ignore stay as they are on each rank; parameters do under
+    DDP, and stages refuse them by name."""
+    rank = dist.get_rank()
+    net = Net()
+    net.register_buffer("own", torch.full((2,), float(rank)))
+    net._ddp_params_and_buffers_to_ignore = {"own"}
+    model = WRAPPERS[wrapper](net)
+    model(torch.ones(1, 4)).sum().backward()
+    assert net.own[0] == rank, "the buffer was overwritten"
+    net = Net()
+    net._ddp_params_and_buffers_to_ignore = ["blocks.0.weight"]
+    weight = nn.Parameter(torch.full((4, 4), float(rank)))
+    net.blocks[0].weight = weight
+    if wrapper != "ddp":
+        raises(RuntimeError, r"blocks\.0\.weight is in .*ignore.* use DDP", WRAPPERS[wrapper], net)
+        return
+    model = WRAPPERS[wrapper](net)
+    model(torch.ones(1, 4) * (rank + 1)).sum().backward()
+    assert (weight == rank).all(), "the weight was overwritten"
+    plain = copy.deepcopy(net)
+    plain.zero_grad()
+    plain(torch.ones(1, 4) * (rank + 1)).sum().backward()
+    assert not torch.equal(net.head.weight.grad, plain.head.weight.grad), "averaged"
+
+
+# ---- tensors without memory of their own
+
+
+class Quantised(torch.Tensor):
+    """A wrapper subclass: it has no memory, its values are in another tensor."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+
+    def __init__(self, values):
+        self.values_kept = values
+
+    def __tensor_flatten__(self):
+        return ["values_kept"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), options=None):
+        if function is torch.ops.aten.detach.default:
+            return type(arguments[0])(arguments[0].values_kept)
+        raise NotImplementedError(function)
+
+
+class Opaque(Quantised):
+    """As that, but it does not say where its values are."""
+
+    __tensor_flatten__ = property()
+
+
+def replicated(t):
+    return distribute_tensor(t, init_device_mesh("cpu", (dist.get_world_size(),)), [Replicate()])
+
+
+def freed(t):
+    t.untyped_storage().resize_(0)
+    return t
+
+
+UNSENT = {"Quantised": Quantised, "Opaque": Opaque, "DTensor": replicated, "was freed": freed,
+          "sparse_csr": torch.Tensor.to_sparse_csr, "sparse_coo": torch.Tensor.to_sparse,
+          "several elements in one place": lambda t: t[:1].expand(4, 4)}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+@of_each(*ALL)
+def test_tensors_have_memory(wrapper, kind):
+    """Parameters and buffers that cannot be sent and cut are refused by their names, and what they
+    are; one that DDP is told to ignore is not."""
+    for text, make in UNSENT.items():
+        net = Net()
+        made = make(torch.ones(4, 4))
+        if kind == "parameter":
+            net.blocks[0].odd = nn.Parameter(made, requires_grad=False)
+        else:
+            net.blocks[0].register_buffer("odd", made)
+        raises(RuntimeError, rf"blocks\.0\.odd .*{text}", WRAPPERS[wrapper], net)
+    net._ddp_params_and_buffers_to_ignore = {"blocks.0.odd"}
+    if kind == "buffer" or wrapper == "ddp":
+        WRAPPERS[wrapper](net)(torch.ones(1, 4)).sum().backward()
+    lazy = nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d())
+    if kind == "parameter":
+        lazy = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
+    raises(RuntimeError, r"1\.\w+ .*Uninitialized.* forward once", WRAPPERS[wrapper], lazy)
+
+
+@on_ranks(2)
+@of_each(*STAGES)
+def test_memory_is_not_shared(wrapper):
+    """Parameters that overlap in part are refused; columns of one matrix, which do not, are right.
+    """
+    flat = torch.zeros(10)
+    overlapping = nn.ParameterList([flat[:6], flat[5:]])
+    raises(RuntimeError, "share memory", WRAPPERS[wrapper], overlapping)
+    matrix = torch.arange(12.0).view(3, 4)
+    model = WRAPPERS[wrapper](nn.ParameterList([matrix[:, :2], matrix[:, 2:]]))
+    whole = torch.cat([p for _, p in model.full_parameters()], 1)
+    assert torch.equal(whole, torch.arange(12.0).view(3, 4)), whole
+
+
+# ---- questions to a part of a gradient
+
+
+QUESTIONS = [
+    lambda g: torch.linalg.svdvals(g.view(-1, 1)), torch.isfinite, torch.isnan, torch.amax,
+    torch.max, torch.median, lambda g: torch.quantile(g, 0.5), torch.count_nonzero,
+    lambda g: F.cosine_similarity(g, torch.ones_like(g), dim=0), torch.prod, lambda g: g.cumsum(0),
+    lambda g: g.softmax(0), torch.nonzero, torch.unique, torch.histc, lambda g: g.logsumexp(0),
+    torch.var_mean, lambda g: F.mse_loss(g, torch.zeros_like(g)),
+    lambda g: F.layer_norm(g.view(-1), [g.numel()]), lambda g: torch.dist(g, torch.zeros_like(g)),
+    lambda g: torch.mm(g.view(1, -1), g.view(-1, 1)), lambda g: torch.outer(g.view(-1), g.view(-1)),
+    lambda g: g.view(-1).kthvalue(1), lambda g: torch.fft.fft(g.view(-1)), lambda g: g[0],
+    lambda g: g[g > 0], list, lambda g: g[:1].item(), lambda g: float(g.view(-1)[0]),
+    torch.Tensor.tolist, torch.Tensor.numpy, lambda g: (g == 0).all(),
+    lambda g: (g.abs() > 1).any(), lambda g: (g > 0).sum(),
+    lambda g: torch._foreach_mul([g], 2.0)[0].norm(), lambda g: torch._foreach_norm([g]),
+    lambda g: torch._foreach_max([g]), lambda g: torch.cat([g.view(-1), g.view(-1)]),
+    lambda g: torch.where(g.abs() > 1), lambda g: torch.square(g, out=torch.empty(g.shape)).mean(),
+    lambda g: (g == torch.zeros(g.shape)).float().mean(),
+    lambda g: g.view(-1, 1) * torch.ones(1, 3), dist.all_reduce, lambda g: dist.broadcast(g, 0),
+    lambda g: dist.all_gather([torch.empty_like(g) for _ in range(2)], g),
+    lambda g: dist.reduce_scatter(g, [g, g])]
+
+
+@on_ranks(2)
+@of_each(*STAGES)
+def test_parts_are_not_asked(wrapper):
+    """What is no question about each element is refused, before the step and after it."""
+    net = Net()
+    model = WRAPPERS[wrapper](net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        gradients = [p.grad for p in model.parameters() if p.grad.numel() > 1]
+        for question in QUESTIONS:
+            raises(RuntimeError, "one rank's part", question, gradients[0])
+        optimizer.zero_grad()
+
+
+# ---- torch.func
+
+
+def tangents_by_jvp(model, x):
+    return torch.func.jvp(model, (x,), (torch.ones_like(x),))[1]
+
+
+def tangents_by_vmap(model, x):
+    return torch.func.vmap(model)(x)
+
+
+def tangents_by_jacfwd(model, x):
+    return torch.func.jacfwd(model)(x)
+
+
+def gradient_by_func(model, x):
+    return torch.func.grad(lambda x: model(x).sum())(x)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("function", [tangents_by_jvp, tangents_by_vmap, tangents_by_jacfwd,
+                                      gradient_by_func])
+@of_each(*ALL)
+def test_func_transforms(wrapper, function):
+    """Through a wrapper torch.func gives what it gives through the module; it goes on after it. (In
+    stage 3 gradients need hooks of saved tensors, which torch.func does not have.)"""
+    x = torch.randn(3, 4)
+    module = Net()
+    expected = function(copy.deepcopy(module), x)
+    model = WRAPPERS[wrapper](module)
+    if function is gradient_by_func and wrapper == "zero3":
+        raises(RuntimeError, "torch.func.grad.* use Zero2", function, model, x)
+    else:
+        assert torch.allclose(function(model, x), expected)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        model.zero_grad()
+    assert torch.isfinite(model(x)).all()
+
+
+# ---- compiled steps
+
+
+@on_ranks(2, seconds=120)
+@of_each(*ALL)
+def test_steps_are_compiled(wrapper):
+    """torch.compile of what follows a backward changes nothing."""
+    results = []
+    for decorate in (lambda function: function, torch.compile(backend="eager")):
+        torch.manual_seed(0)
+        model = WRAPPERS[wrapper](Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = decorate(optimizer.step)
+        clip = decorate(model.clip_grad_norm_)
+        clear = decorate(model.zero_grad)
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            norm = clip(0.5)
+            step()
+            clear()
+        results.append([norm, *(p for _, p in model.full_parameters())])
+    for expected, actual in zip(*results):
+        assert torch.equal(expected, actual)
+
+
+DTYPES = [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn,
+          torch.float8_e5m2, torch.complex64, torch.complex128, torch.complex32, torch.bfloat16]
+
+
+@on_ranks(2, 3)
+@of_each(*ALL)
+def test_all_dtypes_are_sent(wrapper):
+    """Buffers and frozen parameters of any dtype are rank 0's, bit for bit."""
+    mine, of_rank_0 = [], []
+    for kept, rank in ((mine, dist.get_rank()), (of_rank_0, 0)):
+        for dtype in DTYPES:
+            numbers = torch.arange(12).view(3, 4).t() + rank  # which is not contiguous
+            numbers = numbers.to(torch.complex64 if dtype.is_complex else torch.float32)
+            kept.append(numbers.to(dtype))
+    module = nn.Linear(2, 2)
+    for i, t in enumerate(mine):
+        module.register_buffer(f"buffer_{i}", t.clone())
+        module.register_buffer(f"scalar_{i}", t[0, 0].clone())
+        if not t.is_complex():
+            module.register_parameter(f"frozen_{i}", nn.Parameter(t.clone(), requires_grad=False))
+    lazy = (torch.arange(3) + dist.get_rank()).to(torch.complex128) * 1j
+    module.register_buffer("conjugated", lazy.conj())
+    module.register_buffer("negated", lazy.conj().imag)
+    model = WRAPPERS[wrapper](module)
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(module.conjugated.resolve_conj(), -1j * torch.arange(3.0).to(lazy.dtype))
+    assert torch.equal(module.negated, -torch.arange(3.0).double())
+    whole = dict(model.full_parameters())
+    for i, t in enumerate(of_rank_0):
+        bits = t.contiguous().view(-1, 1).view(torch.uint8)
+        for name in (f"buffer_{i}", f"frozen_{i}"):
+            actual = whole[name] if name in whole else getattr(module, name, t)
+            found_bits = actual.contiguous().view(-1, 1).view(torch.uint8)
+            assert torch.equal(found_bits, bits), f"{name}, {t.dtype}"
+        scalar = getattr(module, f"scalar_{i}").view(1).view(torch.uint8)
+        assert torch.equal(scalar, bits[0]), f"scalar_{i}, {t.dtype}"
+
+
+# ---- what debuggers and libraries ask
+
+
+@on_ranks(2)
+@of_each(*ALL)
+def test_questions_do_not_raise(wrapper):
+    """Of a wrapper, of a gradient's part and of a parameter."""
+    model = WRAPPERS[wrapper](Net())
+    model(torch.ones(1, 4)).sum().backward()
+    assert not hasattr(model, "no_such_thing") and "module" in dir(model)
+    names = {name for name, _ in inspect.getmembers(model)}
+    assert "_ddp_params_and_buffers_to_ignore" in names
+    assert "Linear" in repr(model) and f"{vars(model)}"
+    if wrapper == "ddp":
+        pickle.loads(pickle.dumps(model))
+        return
+    raises(RuntimeError, "save full_state_dict", pickle.dumps, model)
+    part = [p.grad for p in model.parameters() if p.grad.numel() > 0][0]
+    assert type(part).__mro__[1] is Part
+    assert "Part(" in repr(part) and "Part(" in f"{part}" and "shape" in dir(part)
+    assert hasattr(part, "grad") and not hasattr(part, "no_such_thing")
+    for copied in (copy.copy(part), copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+        assert type(copied) is torch.Tensor
+    weight = model.module.blocks[0].weight
+    assert "blocks.0.weight" in repr(weight) and "blocks.0.weight" in f"{weight}"
+    assert hasattr(weight, "grad") and "shape" in dir(weight)
+
+

@@ -1,4 +1,5 @@
-"""The plain classes, which are the paper's algorithm and nothing else."""
+"""The plain classes, which are the paper's algorithm and nothing else, and a layer by itself. Their
+bits, traffic and memory are in test_bits.py."""
 
 from functools import partial
 from unittest import mock
@@ -8,17 +9,16 @@ import torch
 import torch.distributed as dist
 
 from dropin.ddp import DDP, PlainDDP, TorchOptions, UnevenRanks
-from dropin.zero import PlainZero1, PlainZero2, PlainZero3, StateDicts, Zero1, Zero2, Zero3
-from tests.common import planted, raises
+from dropin.tests.scripts import of_each
+from dropin.tests.wrappers import PLAIN
+from dropin.zero import PlainZero3, Zero1, Zero2, Zero3
 from judge.measure import Chain, every_collective
 from judge.training import gather
+from tests.common import on_meta, planted, raises
 from tests.ranks import on_ranks
 
-STAGES = {}
-for kind in (PlainZero1, PlainZero2, PlainZero3):  # with what `compare` reads
-    name = kind.__name__.removeprefix("Plain").lower()
-    STAGES[name] = type(kind.__name__, (StateDicts, kind), {})
-PLAIN = {"ddp": PlainDDP, "ddp, 1 kB": partial(PlainDDP, bucket_cap_mb=0.001), **STAGES}
+IDX = torch.arange(11)
+STAGES = ("plain zero1", "plain zero2", "plain zero3")
 
 
 class Shared(torch.nn.Module):
@@ -48,93 +48,83 @@ def step_of(model, idx):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@on_ranks(2)
-def test_plain_zero3_gathers_at_most_twice():
-    """Also where weights of the root are asked for in the middle and at the end of a backward."""
-    received = []
-    model = STAGES["zero3"](Shared())
-    psi = sum(bucket.n for unit in model._units for bucket in unit.buckets)
-    with every_collective(lambda operation, tensors: received.append(tensors[0].numel())):
-        step_of(model, torch.arange(11))
-    assert 2 * psi < 2 * sum(received) <= 3 * psi
+# -------------------------------------------------------------------------------------------------
+# what they promise
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("held", [0, 1])
-@pytest.mark.parametrize("wrapper", PLAIN)
-def test_plain_gradients_may_be_set_to_zero(wrapper, held):
+@of_each(*PLAIN)
+def test_gradients_may_be_set_to_zero(wrapper):
     """zero_grad(set_to_none=False) is as good, whatever the divide factor is, also with backwards
     that are held back after it."""
-    model = PLAIN[wrapper](Shared())
-    model.set_gradient_divide_factor(1)
-    once = step_of(model, torch.arange(11))
-    for p in model.parameters():
-        p.grad.zero_()
-    with model.no_sync():
-        for _ in range(held):
-            model(torch.arange(11)).backward()
-    for name, gradient in step_of(model, torch.arange(11)).items():
-        assert torch.equal(gradient, (1 + held) * once[name]), name
+    for held in (0, 1):
+        model = PLAIN[wrapper](Shared())
+        model.set_gradient_divide_factor(1)
+        once = step_of(model, IDX)
+        for p in model.parameters():
+            p.grad.zero_()
+        with model.no_sync():
+            for _ in range(held):
+                model(IDX).backward()
+        for name, gradient in step_of(model, IDX).items():
+            assert torch.equal(gradient, (1 + held) * once[name]), name
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", [Zero1, Zero2, Zero3])
-def test_means_of_another_dtype_add_up(kind):
-    """Of backwards before a step, also where gradients have 16 bits on their way."""
-    model = kind(Shared(), reduce_dtype=torch.bfloat16)
-    once = step_of(model, torch.arange(11))
-    for name, gradient in step_of(model, torch.arange(11)).items():
-        assert gradient.equal(2 * once[name]), name
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_plain_accumulates_what_was_not_zeroed(stage):
-    """Backwards before a step add up in stages 2 and 3, but for a `.grad` that was dropped."""
-    model = STAGES[stage](Shared())
-    once = step_of(model, torch.arange(11))
-    scale = model._slots[model.module.scale].shard
-    scale.grad = None
-    for name, gradient in step_of(model, torch.arange(11)).items():
+@of_each("plain zero2", "plain zero3")
+def test_what_was_not_zeroed_adds_up(stage):
+    """Of backwards before a step, but for a `.grad` that was dropped."""
+    model = PLAIN[stage](Shared())
+    once = step_of(model, IDX)
+    model._slots[model.module.scale].shard.grad = None
+    for name, gradient in step_of(model, IDX).items():
         expected = once[name] if name == "scale" else 2 * once[name]
         assert torch.equal(gradient, expected), name
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrapper", PLAIN)
-def test_plain_takes_a_closure(wrapper):
+def test_means_of_another_dtype_add_up():
+    """Of backwards before a step, also where gradients have 16 bits on their way."""
+    for kind in (Zero1, Zero2, Zero3):
+        model = kind(Shared(), reduce_dtype=torch.bfloat16)
+        once = step_of(model, IDX)
+        for name, gradient in step_of(model, IDX).items():
+            assert gradient.equal(2 * once[name]), (kind, name)
+
+
+@on_ranks(2)
+@of_each(*PLAIN)
+def test_closures(wrapper):
     """The forward of a closure comes before the update of its step: so the next one gathers."""
-    actual = {}
-    for is_wrapped in (False, True):
-        model = PLAIN[wrapper](Shared()) if is_wrapped else Shared()
+    actual = []
+    for model in (Shared(), PLAIN[wrapper](Shared())):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def closure():
             optimizer.zero_grad()
-            loss = model(torch.arange(11))
+            loss = model(IDX)
             loss.backward()
             return loss
 
         losses = [optimizer.step(closure).item() for _ in range(3)]
         with torch.no_grad():
-            losses.append(model(torch.arange(11)).item())
-        actual[is_wrapped] = losses
-    assert actual[True] == actual[False] and len(set(actual[True])) == 4
+            actual.append([*losses, model(IDX).item()])
+    assert actual[0] == actual[1] and len(set(actual[0])) == 4
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_loaded_parameters_are_used(stage):
-    model = STAGES[stage](Shared())
+    model = PLAIN[stage](Shared())
     zeros = {name: torch.zeros_like(t) for name, t in model.full_state_dict().items()}
     with torch.no_grad():
-        assert model(torch.arange(11)) != 0
+        assert model(IDX) != 0
         model.load_full_state_dict(zeros)
-        assert model(torch.arange(11)) == 0
+        assert model(IDX) == 0
 
 
 @on_ranks(2)
-def test_plain_zero3_leaves_no_gather_under_way():
+def test_stage_3_leaves_no_gather_under_way():
     """Nobody asks for the weight of a first block whose input needs no gradient. What was gathered
     for it is awaited before its memory is freed."""
     model = PlainZero3(Chain(4, 8))
@@ -158,40 +148,66 @@ class Sparse(torch.nn.Module):
         torch.manual_seed(0)
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
 
-    def forward(self, x):
-        matrix = torch.eye(8).to_sparse()
+    def forward(self, _):
+        matrix, x = torch.eye(8).to_sparse(), torch.ones(8, 8)
         for block in self.blocks:
             x = torch.sparse.mm(matrix, block(x).tanh())
         return x.square().mean()
 
 
+def frozen(word):
+    module = Shared()
+    for name, p in module.named_parameters():
+        p.requires_grad = word not in name
+    return module
+
+
 @on_ranks(2)
-def test_plain_zero3_with_what_is_sparse():
-    has_the_gradients_of_ddp(Sparse, torch.ones(8, 8))
+@pytest.mark.parametrize("make", [
+    Sparse, partial(frozen, "bias"), partial(frozen, "blocks.2"), partial(frozen, "block"),
+    partial(Shared, (5, 0, 3)), partial(Shared, (2, 2, 1, 2, 0)), partial(Shared, (0, 1, 0, 2))])
+def test_stage_3_has_the_gradients_of_ddp(make):
+    """Also where a unit has few gradients, or none, and where units are skipped or called again, if
+    all ranks do so. At most three times the parameters are received."""
+    whole = step_of(PlainDDP(make()), IDX)
+    received = []
+    model = PLAIN["plain zero3"](make())
+    starts = model.shard_starts()
+    with every_collective(lambda operation, tensors: received.append(tensors[0].numel())):
+        gradients = step_of(model, IDX)
+    for name, shard in gradients.items():
+        expected = whole[f"module.{name}"].flatten()[starts[name]:starts[name] + shard.numel()]
+        assert torch.equal(expected, shard.flatten()), name
+    assert 2 * sum(received) <= 3 * sum(bucket.n for bucket in model._all_buckets())
 
 
-# ---- what the plain classes ask for, and do not get
+# -------------------------------------------------------------------------------------------------
+# what they ask for, and do not get
 
 
 def goes_twice(model):
-    model(torch.arange(11)).backward()
-    model(torch.arange(11)).backward()
+    model(IDX).backward()
+    model(IDX).backward()
+
+
+def sums_twice(model):
+    model.set_gradient_divide_factor(1)
+    goes_twice(model)
 
 
 def raises_in_a_backward(model):
-    idx = torch.arange(11)
     with model.module.blocks[2].register_full_backward_pre_hook(planted):
-        raises(ZeroDivisionError, "planted", model(idx).backward)
-    model(idx).backward()
+        raises(ZeroDivisionError, "planted", model(IDX).backward)
+    model(IDX).backward()
 
 
 def leaves_a_parameter_out(model):
     model.module.order = (0, 1)
-    model(torch.arange(11)).backward()
+    model(IDX).backward()
 
 
 def steps_in_between(model):
-    loss = model(torch.arange(11))
+    loss = model(IDX)
     loss.backward(retain_graph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()
@@ -202,7 +218,7 @@ def steps_in_between(model):
 def writes_to_what_is_saved(model):
     kept = []
     model.module.norm.register_forward_hook(lambda module, inputs, output: kept.append(output))
-    loss = model(torch.arange(11))
+    loss = model(IDX)
     with torch.no_grad():
         kept[0].add_(1)
     loss.backward()
@@ -214,47 +230,38 @@ def sees_a_weight_as_complex(model):
         return x * pairs.square().real.sum()
 
     with mock.patch.object(model.module.blocks[0], "forward", forward):
-        model(torch.arange(11)).backward()
+        model(IDX).backward()
 
 
 MODIFIED = "modified (in place|by an inplace operation)"
+REFUSED = [(sums_twice, ["plain ddp"], "zero_grad.* would be summed again"),
+           (goes_twice, ["plain zero1"], "zero_grad.* would be lost"),
+           (raises_in_a_backward, PLAIN, "one that raised"),
+           (leaves_a_parameter_out, PLAIN, "gradient of every parameter"),
+           (steps_in_between, PLAIN, MODIFIED), (writes_to_what_is_saved, PLAIN, MODIFIED),
+           (sees_a_weight_as_complex, ["plain zero3"], "as other numbers")]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrapper, script, factor, kind, pattern", [
-    ("ddp", goes_twice, 1, AssertionError, "zero_grad.* would be summed again"),
-    ("zero1", goes_twice, None, AssertionError, "zero_grad.* would be lost"),
-    *((wrapper, raises_in_a_backward, None, AssertionError, "one that raised")
-      for wrapper in PLAIN),
-    *((wrapper, leaves_a_parameter_out, None, AssertionError, "gradient of every parameter")
-      for wrapper in PLAIN),
-    *((wrapper, steps_in_between, None, RuntimeError, MODIFIED) for wrapper in PLAIN),
-    *((wrapper, writes_to_what_is_saved, None, RuntimeError, MODIFIED) for wrapper in PLAIN),
-    ("zero3", sees_a_weight_as_complex, None, AssertionError, "as other numbers")])
-def test_plain_is_not_silent(wrapper, script, factor, kind, pattern):
+@of_each(*PLAIN)
+def test_they_are_not_silent(wrapper):
     """A script that does what the docstring excludes gets an error."""
-    model = PLAIN[wrapper](Shared())
-    if factor is not None:
-        model.set_gradient_divide_factor(factor)
-    raises(kind, pattern, script, model)
+    for script, wrappers, pattern in REFUSED:
+        if wrapper in wrappers:
+            raises((AssertionError, RuntimeError), pattern, script, PLAIN[wrapper](Shared()))
+    if wrapper in STAGES:
+        raises(AssertionError, "meta device", PLAIN[wrapper], on_meta(Shared))
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("stage", STAGES)
-def test_plain_refuses_a_step_in_between_on_one_rank(stage):
+@of_each(*STAGES)
+def test_a_step_in_between_is_refused_on_one_rank(stage):
     """Where nothing is gathered, either."""
-    raises(RuntimeError, MODIFIED, steps_in_between, STAGES[stage](Shared()))
+    raises(RuntimeError, MODIFIED, steps_in_between, PLAIN[stage](Shared()))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_plain_takes_no_meta_device(stage):
-    with torch.device("meta"):
-        module = Shared()
-    raises(AssertionError, "meta device", STAGES[stage], module)
-
-
-# ---- a layer by itself
+# -------------------------------------------------------------------------------------------------
+# a layer by itself
 
 
 class AloneWithRanks(UnevenRanks, PlainDDP):
@@ -274,32 +281,18 @@ def test_uneven_ranks_stand_alone():
     model = AloneWithRanks(module)
     module.where.fill_(rank + 1)
     module.order = range(6 - rank)
-    model(torch.arange(11)).backward()
+    model(IDX).backward()
     assert module.where == 1
     assert module.blocks[5].weight.grad.any()
-    same_on_all_ranks = gather(module.blocks[5].weight.grad)
-    assert torch.equal(*same_on_all_ranks)
+    assert torch.equal(*gather(module.blocks[5].weight.grad))
     model.zero_grad()
     module.order = range(6)
     with model.no_sync():
-        model(torch.arange(11)).backward()
+        model(IDX).backward()
     model.zero_grad()  # forgets what was held
     module.order = range(5)
-    model(torch.arange(11)).backward()
+    model(IDX).backward()
     assert module.blocks[5].weight.grad is None
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", [DDP, Zero1, Zero2, Zero3])
-def test_a_backward_of_inputs_averages_nothing(kind):
-    """Notes and checkpoints are signs of it, but it brings no gradient of a parameter."""
-    model = kind(Chain(4, 8, recomputed=True))
-    x = torch.ones(3, 8, requires_grad=True)
-    with mock.patch.object(model, "_start_reduction") as start:
-        model(x).backward(inputs=[x])
-    assert x.grad.any() and not start.called
-    model(x).backward()
-    assert all(p.grad is not None for p in model.parameters())
 
 
 @on_ranks(2)
@@ -307,40 +300,19 @@ def test_torch_options_stand_alone():
     """Means that were not zeroed stay what they are, with any divide factor."""
     model = AloneWithOptions(Shared(), device_ids=None)
     model.set_gradient_divide_factor(1)
-    once = step_of(model, torch.arange(11))
-    for name, gradient in step_of(model, torch.arange(11)).items():
+    once = step_of(model, IDX)
+    for name, gradient in step_of(model, IDX).items():
         torch.testing.assert_close(gradient, 2 * once[name])
 
 
-# ---- units in any order
-
-
-def has_the_gradients_of_ddp(make, x=torch.arange(11)):
-    whole = step_of(PLAIN["ddp"](make()), x)
-    model = STAGES["zero3"](make())
-    starts = model.shard_starts()
-    for name, shard in step_of(model, x).items():
-        n = shard.numel()
-        expected = whole[f"module.{name}"].flatten()[starts[name]:starts[name] + n]
-        assert torch.equal(expected, shard.flatten()), name
-
-
-def partly_frozen(kind):
-    module = Shared()
-    for name, p in module.named_parameters():
-        p.requires_grad = kind not in name
-    return module
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["bias", "blocks.2", "block"])
-def test_plain_zero3_with_frozen_parameters(kind):
-    """A unit with few gradients, or none, is right."""
-    has_the_gradients_of_ddp(partial(partly_frozen, kind))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("order", [(5, 0, 3), (2, 2, 1, 2, 0), (0, 1, 0, 2)])
-def test_plain_zero3_in_any_order(order):
-    """Units may be skipped, or called again, if all ranks do so."""
-    has_the_gradients_of_ddp(partial(Shared, order))
+def test_a_backward_of_inputs_averages_nothing():
+    """Notes and checkpoints are signs of it, but it brings no gradient of a parameter."""
+    for kind in (DDP, Zero1, Zero2, Zero3):
+        model = kind(Chain(4, 8, recomputed=True))
+        x = torch.ones(3, 8, requires_grad=True)
+        with mock.patch.object(model, "_start_reduction") as start:
+            model(x).backward(inputs=[x])
+        assert x.grad.any() and not start.called
+        model(x).backward()
+        assert all(p.grad is not None for p in model.parameters())

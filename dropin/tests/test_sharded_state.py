@@ -1,5 +1,6 @@
 """checkpoint.sharded_state: what any wrapper at any world size has saved, any other one loads."""
 
+import math
 from functools import partial
 
 import pytest
@@ -17,10 +18,13 @@ import ddp
 import zero
 from checkpoint import sharded_state
 from dropin.ddp import DDP, PlainDDP
+from dropin.tests.scripts import of_each
+from dropin.tests.wrappers import adafactor
 from dropin.zero import Zero1, Zero2, Zero3
+from judge.training import (
+    adamw, fresh, fsdp2, gather, is_ours, same_bits, STAGES, uncut, zoo_loss)
 from oracle import average_gradients
 from tests.common import raises
-from judge.training import adamw, fresh, fsdp2, gather, is_ours, same_bits, zoo_loss
 from tests.ranks import on_ranks
 from verify import Failure, run
 
@@ -33,21 +37,14 @@ def muon(parameters):
     return torch.optim.Muon(parameters, lr=0.02)
 
 
-WRAPPERS = {
-    "plain": lambda module, matrices: module,
-    "ddp": lambda module, matrices: DDP(module),
-    "torch_ddp": lambda module, matrices: DistributedDataParallel(module),
-    "fsdp2": lambda module, matrices: fsdp2(module),
-    "zero1": lambda module, matrices: Zero1(module, uncut=matrices),
-    "zero2": lambda module, matrices: Zero2(module, uncut=matrices),
-    "zero3": lambda module, matrices: Zero3(module, uncut=matrices),
-    "book_ddp": lambda module, matrices: ddp.DDP(module),
-    "book_zero1": lambda module, matrices: zero.Zero1(module),
-    "book_zero2": lambda module, matrices: zero.Zero2(module, bucket_cap_mb=0.001),
-    "book_zero3": lambda module, matrices: zero.Zero3(module),
-    "ddp_plain": lambda module, matrices: PlainDDP(module),
-    "zero3_alone": lambda module, matrices: Zero3(module, uncut=matrices, shard_size=1),
-    "zero3_offloaded": lambda module, matrices: Zero3(module, uncut=matrices, offload=True)}
+# Of those without uncut parameters, and of those with.
+CUT = {"plain": lambda module: module, "ddp": DDP, "ddp_plain": PlainDDP,
+       "torch_ddp": DistributedDataParallel, "fsdp2": fsdp2, "book_ddp": ddp.DDP,
+       "book_zero1": zero.Zero1, "book_zero2": partial(zero.Zero2, bucket_cap_mb=0.001),
+       "book_zero3": zero.Zero3}
+UNCUT = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3,
+         "zero3_alone": partial(Zero3, shard_size=1),
+         "zero3_offloaded": partial(Zero3, offload=True)}
 
 
 def build(wrapper, optimizer):
@@ -57,7 +54,7 @@ def build(wrapper, optimizer):
     matrices = []
     if optimizer == "muon":
         matrices = [p for name, p in module.named_parameters() if takes_muon(name, p)]
-    model = WRAPPERS[wrapper](module, matrices)
+    model = CUT[wrapper](module) if wrapper in CUT else UNCUT[wrapper](module, uncut=matrices)
     if is_ours(model):
         model.set_gradient_divide_factor(1)
     if optimizer == "adamw":
@@ -75,22 +72,21 @@ def takes_muon(name, p):
     return "blocks." in name and p.dim() == 2
 
 
-def train(model, optimizers, steps, n):
-    """Make steps of n micro batches, of which each rank has an equal share."""
+def train(model, optimizers, step, n):
+    """Make a step of n micro batches, of which each rank has an equal share."""
     W = dist.get_world_size()
-    for step in steps:
-        for number in range(dist.get_rank(), n, W):
-            zoo_loss(model, step, number).backward()
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.mul_(1 / n if is_ours(model) else W / n)  # others take the mean over ranks
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    for number in range(dist.get_rank(), n, W):
+        zoo_loss(model, step, number).backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(1 / n if is_ours(model) else W / n)  # others take the mean over ranks
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def whole_weights(model):
-    """{name: whole parameter}, of what `WRAPPERS` has."""
+    """{name: whole parameter}, of any of these."""
     if hasattr(model, "full_parameters"):
         return {name: p.clone() for name, p in model.full_parameters()}
     actual = {}
@@ -100,58 +96,57 @@ def whole_weights(model):
     return actual
 
 
-def leg(wrapper, optimizers, folder, begins, steps, n):
-    """On each rank: go on from folder, unless this is the first leg, make steps, save."""
+def leg(wrapper, optimizers, load, save, folder, begins_at, ns):
+    """On each rank: load(model, optimizers, path), unless this is the first leg, make steps of so
+    many micro batches, save(model, optimizers, path)."""
     for optimizer in optimizers:
         model, made = build(wrapper, optimizer)
-        file = f"{folder}/{optimizer}"
-        if not begins:
-            dcp.load(sharded_state(model, *made), checkpoint_id=file)
-        train(model, made, steps, n)
-        dcp.save(sharded_state(model, *made), checkpoint_id=file)
-        weights = whole_weights(model)
-        if dist.get_rank() == 0:
-            torch.save(weights, f"{file}.pt")
+        if begins_at > 0:
+            load(model, made, f"{folder}/{optimizer}")
+        for step, n in enumerate(ns, begins_at):
+            train(model, made, step, n)
+        save(model, made, f"{folder}/{optimizer}")
 
 
-def unbroken(optimizers, ns):
-    """A plain module in one process makes all steps -> {optimizer: its weights}."""
-    weights = {}
-    for optimizer in optimizers:
-        model, made = build("plain", optimizer)
-        for step, n in enumerate(ns):
-            train(model, made, [step], n)
-        weights[optimizer] = whole_weights(model)
-    return weights
+def travel(first, n_first, second, n_second, load, save, folder):
+    """Two steps on n_first ranks, two more on n_second; and all four in one process, without a
+    wrapper -> [(what was saved in the end, what should have been)], of each optimizer."""
+    # Muon needs whole matrices.
+    cuts = {"fsdp2", "book_zero1", "book_zero2", "book_zero3"} & {first, second}
+    optimizers = ["adamw", "sgd"] if cuts else ["adamw", "sgd", "muon"]
+    unbroken = folder / "unbroken"
+    unbroken.mkdir()
+    run(n_first, leg, first, optimizers, load, save, folder, 0, 2 * [n_first])
+    run(n_second, leg, second, optimizers, load, save, folder, 2, 2 * [n_second])
+    run(1, leg, "plain", optimizers, load, save, unbroken, 0, 2 * [n_first] + 2 * [n_second])
+    return [(torch.load(folder / f"{optimizer}.pt"), torch.load(unbroken / f"{optimizer}.pt"))
+            for optimizer in optimizers]
 
 
-# The one that saves after two steps, on so many ranks, and where the run goes on for two more.
-JOURNEYS = [("zero3", 4, "zero1", 2), ("zero3", 4, "ddp", 2), ("plain", 1, "zero3", 3),
-            ("ddp", 3, "zero2", 2), ("zero1", 3, "torch_ddp", 2), ("zero2", 3, "zero3", 1),
-            ("torch_ddp", 2, "zero3", 3), ("fsdp2", 2, "zero3", 2), ("zero3", 4, "fsdp2", 2),
-            ("zero3_alone", 2, "zero2", 3), ("zero2", 3, "zero3_alone", 2),
-            ("zero3_offloaded", 3, "ddp_plain", 2), ("zero1", 2, "zero3_offloaded", 3),
-            ("ddp_plain", 3, "plain", 1), ("book_zero3", 4, "book_zero1", 3),
-            ("book_zero2", 4, "zero3", 2), ("book_ddp", 2, "book_zero3", 3),
-            ("zero1", 3, "book_ddp", 2), ("fsdp2", 2, "book_zero2", 3),
-            ("book_zero1", 2, "plain", 1)]
+def save_sharded(model, optimizers, path):
+    dcp.save(sharded_state(model, *optimizers), checkpoint_id=path)
+    weights = whole_weights(model)
+    if dist.get_rank() == 0:
+        torch.save(weights, f"{path}.pt")
 
 
-def optimizers_of(*wrappers):
-    """These cut matrices, and Muon needs whole ones."""
-    cut = {"fsdp2", "book_zero1", "book_zero2", "book_zero3"}
-    return ["adamw", "sgd"] if cut & set(wrappers) else ["adamw", "sgd", "muon"]
+def load_sharded(model, optimizers, path):
+    dcp.load(sharded_state(model, *optimizers), checkpoint_id=path)
 
 
-@pytest.mark.parametrize("first, n_first, second, n_second", JOURNEYS)
+@pytest.mark.parametrize(("first", "n_first", "second", "n_second"), [
+    ("zero3", 4, "zero1", 2), ("plain", 1, "zero3", 3), ("ddp", 3, "zero2", 2),
+    ("zero1", 3, "torch_ddp", 2), ("zero2", 3, "zero3_alone", 2), ("torch_ddp", 2, "zero3", 3),
+    ("zero3", 4, "fsdp2", 2), ("zero3_alone", 2, "zero2", 3),
+    ("zero3_offloaded", 3, "ddp_plain", 2),
+    ("zero1", 2, "zero3_offloaded", 3), ("ddp_plain", 3, "plain", 1),
+    ("book_zero3", 4, "book_zero1", 3), ("book_zero2", 4, "zero3", 2), ("zero1", 3, "book_ddp", 2),
+    ("book_ddp", 2, "book_zero3", 3), ("fsdp2", 2, "book_zero2", 3), ("book_zero1", 2, "ddp", 1)])
 def test_any_wrapper_reads_another(first, n_first, second, n_second, tmp_path):
     """The weights in the end are those of a plain module that never stopped, to the bit."""
-    optimizers = optimizers_of(first, second)
-    run(n_first, leg, first, optimizers, str(tmp_path), True, [0, 1], n_first)
-    run(n_second, leg, second, optimizers, str(tmp_path), False, [2, 3], n_second)
-    [expected] = run(1, unbroken, optimizers, [n_first, n_first, n_second, n_second])
-    for optimizer in optimizers:
-        same_bits(expected[optimizer], torch.load(tmp_path / f"{optimizer}.pt"), optimizer)
+    ends = travel(first, n_first, second, n_second, load_sharded, save_sharded, tmp_path)
+    for actual, expected in ends:
+        same_bits(expected, actual)
 
 
 # ---- the whole state, which rank 0 saves by itself
@@ -170,11 +165,11 @@ def save_whole(model, optimizers, path):
     is_sharded = hasattr(model, "full_state_dict")
     weights = model.full_state_dict() if is_sharded else bare(model).state_dict()
     if dist.get_rank() == 0:
-        torch.save((weights, states), path)
+        torch.save((weights, states), f"{path}.pt")
 
 
 def load_whole(model, optimizers, path):
-    weights, states = torch.load(path)
+    weights, states = torch.load(f"{path}.pt")
     if hasattr(model, "load_full_state_dict"):
         model.load_full_state_dict(weights)
     else:
@@ -190,24 +185,7 @@ def bare(model):
     return getattr(model, "module", model)
 
 
-def whole_leg(wrapper, optimizers, folder, begins, steps, n):
-    for optimizer in optimizers:
-        model, made = build(wrapper, optimizer)
-        if not begins:
-            load_whole(model, made, f"{folder}/{optimizer}")
-        train(model, made, steps, n)
-        save_whole(model, made, f"{folder}/{optimizer}")
-
-
-def unbroken_whole(optimizers, folder, ns):
-    for optimizer in optimizers:
-        model, made = build("plain", optimizer)
-        for step, n in enumerate(ns):
-            train(model, made, [step], n)
-        save_whole(model, made, f"{folder}/{optimizer}")
-
-
-@pytest.mark.parametrize("first, n_first, second, n_second", [
+@pytest.mark.parametrize(("first", "n_first", "second", "n_second"), [
     ("zero3", 4, "zero1", 2), ("plain", 1, "zero3", 3), ("zero2", 3, "plain", 1),
     ("ddp", 2, "zero3", 4), ("zero1", 3, "ddp", 2), ("zero3_alone", 2, "zero2", 3),
     ("zero3_offloaded", 3, "zero1", 2), ("zero2", 2, "zero3_offloaded", 3)])
@@ -215,22 +193,14 @@ def test_whole_state_goes_anywhere(first, n_first, second, n_second, tmp_path):
     """Rank 0 has saved whole weights and whole optimizer state after two steps. Whatever loads them
     ends, two steps later, with the weights and the state, name by name, of a plain module that
     never stopped."""
-    optimizers = optimizers_of(first, second)
-    unbroken_folder = tmp_path / "unbroken"
-    unbroken_folder.mkdir()
-    run(n_first, whole_leg, first, optimizers, str(tmp_path), True, [0, 1], n_first)
-    run(n_second, whole_leg, second, optimizers, str(tmp_path), False, [2, 3], n_second)
-    run(1, unbroken_whole, optimizers, str(unbroken_folder),
-        [n_first, n_first, n_second, n_second])
-    for optimizer in optimizers:
-        weights, states = torch.load(tmp_path / optimizer)
-        expected_weights, expected_states = torch.load(unbroken_folder / optimizer)
-        same_bits(expected_weights, weights, optimizer)
+    ends = travel(first, n_first, second, n_second, load_whole, save_whole, tmp_path)
+    for (weights, states), (expected_weights, expected_states) in ends:
+        same_bits(expected_weights, weights)
         for expected, actual in zip(expected_states, states, strict=True):
             same_groups(expected["param_groups"], actual["param_groups"])
             assert expected["state"].keys() == actual["state"].keys()
             for name, state in expected["state"].items():
-                same_bits(state, actual["state"][name], optimizer)
+                same_bits(state, actual["state"][name])
 
 
 def same_groups(expected, actual):
@@ -345,11 +315,11 @@ class KeepsHistory(torch.optim.SGD):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [Zero1, Zero2, Zero3])
+@of_each(*STAGES)
 def test_whole_state_of_other_optimizers(stage):
     """Adagrad, whose state is made in its constructor alone; one with lists, which is refused; a
     rate in a tensor, of which the state has a copy; names of named_parameters()."""
-    model = stage(nn.Linear(8, 8))
+    model = STAGES[stage](nn.Linear(8, 8))
     optimizer = torch.optim.Adagrad(model.named_parameters(), lr=torch.tensor(0.1), foreach=False)
     whole = model.full_optimizer_state_dict(optimizer)
     for group in whole["param_groups"]:
@@ -374,10 +344,14 @@ FIRST_STEPS = [adamw, sgd, muon, torch.optim.NAdam, torch.optim.RAdam, torch.opt
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("kind", FIRST_STEPS, ids=lambda kind: getattr(kind, "__name__", "amsgrad"))
-def test_state_begins_as_it_would(kind):
+def test_state_begins_as_it_would():
     """State that sharded_state makes before the first step changes no bit of that step, or of the
     next one: a run may save whenever it likes."""
+    for kind in FIRST_STEPS:
+        begins_as_it_would(kind)
+
+
+def begins_as_it_would(kind):
     ends = []
     for saves in (False, True):
         torch.manual_seed(0)
@@ -391,17 +365,17 @@ def test_state_begins_as_it_would(kind):
             optimizer.step()
             optimizer.zero_grad()
         ends.append(dict(module.named_parameters()))
-    same_bits(*ends)
+    same_bits(*ends, getattr(kind, "__name__", "amsgrad"))
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("wrapper", ["ddp", "zero1", "zero3", "torch_ddp", "fsdp2", "plain",
-                                     "book_ddp", "book_zero1", "book_zero3"])
+@of_each("ddp", "zero1", "zero3", "torch_ddp", "fsdp2", "plain",
+                                     "book_ddp", "book_zero1", "book_zero3")
 def test_it_is_the_memory_that_is_trained(wrapper):
     """What is written to the tensors is in the model and the optimizer. Names are those of the bare
     module, in every wrapper; each rank has a part, and together they have all, once or W times."""
     model, [optimizer] = build(wrapper, "adamw")
-    train(model, [optimizer], [0], 2)
+    train(model, [optimizer], 0, 2)
     tensors = sharded_state(model, optimizer)
     names = {key.partition(".")[2] for keys in gather([*tensors]) for key in keys}
     assert names == {name for name, _ in fresh("gpt").named_parameters()}
@@ -468,6 +442,34 @@ def test_optimizers_of_others_begin_with_zeros():
         module(torch.ones(3)).sum().backward()
         optimizer.step()
         assert len(sharded_state(module, optimizer)) == 4
+
+
+@on_ranks(3)
+def test_uncut_parameters_keep_their_state(tmp_path):
+    """What ranks save of uncut parameters is what one process has after the same step: weights,
+    Adam's moments and steps, and Adafactor's rows and columns, which are no slices of anything."""
+    for make in (adamw, adafactor):
+        tensors = []
+        for wrap in (lambda module: module, partial(uncut, Zero2)):
+            model = wrap(fresh("gpt"))
+            optimizer = make(model.parameters())
+            if is_ours(model):
+                model.set_gradient_divide_factor(1)
+            for number in range(3):
+                if not is_ours(model) or number == dist.get_rank():
+                    zoo_loss(model, 0, number).backward()
+            optimizer.step()
+            tensors.append(sharded_state(model, optimizer))
+        expected, saved = tensors
+        folder = tmp_path / make.__name__
+        dcp.save(saved, checkpoint_id=folder)
+        actual = {}
+        for key, t in expected.items():
+            actual[key] = torch.full_like(t, math.nan)
+            vars(actual[key]).update(vars(t))  # its place in the whole
+        dcp.load(actual, checkpoint_id=folder)
+        same_bits({key: t.as_subclass(torch.Tensor) for key, t in expected.items()},
+                  {key: t.as_subclass(torch.Tensor) for key, t in actual.items()}, make.__name__)
 
 
 class Scalar(nn.Module):

@@ -4,15 +4,15 @@ import copy
 import io
 import warnings
 from functools import partial
+from itertools import product
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from checkpoint import sharded_state
 from dropin.guards import NOT_BY_PARAMETER, NOT_ELEMENTWISE, Shard
-from dropin.tests.scripts import Net
+from dropin.tests.scripts import Net, of_each
 from dropin.tests.wrappers import WRAPPERS
 from tests.common import raises
 from judge.training import gather, STAGES
@@ -34,31 +34,25 @@ def matrix_of(model):
 # ---- shapes
 
 
-def fan_in(p):
-    return p.shape[1]
-
-
-QUESTIONS = {"shape": fan_in, "size": lambda p: p.size(0), "numel": torch.numel,
-             "method": lambda p: p.numel(), "nelement": lambda p: p.nelement(), "len": len,
-             "transposed": lambda p: p.T.shape, "data": lambda p: p.data.shape,
-             "detached": lambda p: p.detach().size()}
+QUESTIONS = [lambda p: p.shape[1], lambda p: p.size(0), torch.numel, lambda p: p.numel(),
+             lambda p: p.nelement(), len, lambda p: p.T.shape, lambda p: p.data.shape,
+             lambda p: p.detach().size()]
 
 
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_shapes_of_shards_are_warned_of(question, stage):
+@of_each(*STAGES)
+def test_shapes_of_shards_are_warned_of(stage):
     """Until the first step; the answer is that of the shard."""
-    ask = QUESTIONS[question]
-    model = STAGES[stage](Net())
-    p = matrix_of(model)
-    assert p.whole_shape in ((4, 4), (2, 4))
-    [text] = warnings_of(ask, p)
-    assert "one rank's part" in text and "p.whole_shape" in text
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    assert warnings_of(ask, p) == [] and type(p) is nn.Parameter
+    for ask in QUESTIONS:
+        model = STAGES[stage](Net())
+        p = matrix_of(model)
+        assert p.whole_shape in ((4, 4), (2, 4))
+        [text] = warnings_of(ask, p)
+        assert "one rank's part" in text and "p.whole_shape" in text
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert warnings_of(ask, p) == [] and type(p) is nn.Parameter
 
 
 def trains(stage, **options):
@@ -79,9 +73,13 @@ def trains(stage, **options):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_training_does_not_warn(stage):
+    """Nor does saving."""
     assert warnings_of(partial(trains, stage)) == []
+    model = STAGES[stage](Net())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=False)
+    assert warnings_of(sharded_state, model, optimizer) == []
     uncut = nn.Linear(3, 3)
     model = STAGES[stage](uncut, uncut=[uncut.weight])
     owned = [p for p in model.parameters() if p.shape == (3, 3)]
@@ -96,19 +94,7 @@ INITS = [nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_unifor
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_that_came_too_early(stage):
-    """One of the module's own parameters, built before wrapping, is refused at its first step."""
-    module = Net()
-    early = torch.optim.AdamW(module.parameters())
-    model = STAGES[stage](module)
-    model(torch.ones(2, 4)).sum().backward()
-    fact = "this AdamW has parameters of the module, such as .*: make the optimizer after wrapping"
-    raises(RuntimeError, fact, early.step)
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_shards_are_not_initialised(stage):
     """Constants would be right."""
     model = STAGES[stage](Net())
@@ -125,7 +111,7 @@ def test_shards_are_not_initialised(stage):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_copies_of_shards_are_plain(stage):
     model = STAGES[stage](Net())
     p = matrix_of(model)
@@ -145,11 +131,11 @@ def test_copies_of_shards_are_plain(stage):
 
 
 def student_and_teacher(stage, frozen):
-    """Of one module; frozen: names of what is not trained in the teacher."""
+    """Of one module; frozen: what has this in its name is not trained in the teacher."""
     torch.manual_seed(0)
     student, teacher = [Net(), Net()]
     for name, p in teacher.named_parameters():
-        p.requires_grad = not any(part in name for part in frozen)
+        p.requires_grad = frozen not in name
     return STAGES[stage](student), STAGES[stage](teacher)
 
 
@@ -173,12 +159,12 @@ def copies(students, teachers):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("average", [lerps, lerps_data, lerps_lists, copies])
-def test_averages_of_other_parts_are_refused(average, stage):
+@of_each(*STAGES)
+def test_averages_of_other_parts_are_refused(stage):
     """Where modules are frozen differently they are cut differently. (Each rank whose parts are
     others raises.) Where all is frozen they are cut alike."""
-    for frozen, is_right in (("",), True), (("bias",), False):
+    for average, frozen in product((lerps, lerps_data, lerps_lists, copies), ("", "bias")):
+        is_right = frozen == ""
         student, teacher = student_and_teacher(stage, frozen)
         optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
         student(torch.ones(2, 4)).sum().backward()
@@ -198,9 +184,9 @@ def test_averages_of_other_parts_are_refused(average, stage):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_parts_in_another_order_are_refused(stage):
-    """Shards are of equal shape, but the other parameter lies column after column."""
+@of_each(*STAGES)
+def test_what_is_no_part_is_not_copied_to_shards(stage):
+    """A shard of equal shape, of a parameter that lies column after column; a whole value."""
     net = Net()
     other = Net()
     for block in other.blocks:
@@ -209,14 +195,7 @@ def test_parts_in_another_order_are_refused(stage):
     with torch.no_grad():
         raises(RuntimeError, "not the same part", copies, student.parameters(),
                teacher.parameters())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_whole_values_are_not_copied_to_shards(stage):
-    model = STAGES[stage](Net())
-    with torch.no_grad():
-        raises(RuntimeError, "not the same part.*load_full_state_dict", matrix_of(model).copy_,
+        raises(RuntimeError, "not the same part.*load_full_state_dict", matrix_of(student).copy_,
                torch.ones(4, 4))
 
 
@@ -224,7 +203,7 @@ def test_whole_values_are_not_copied_to_shards(stage):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_functional_call_takes_whole_averages(stage):
     net = Net()
     model = STAGES[stage](net)
@@ -253,12 +232,11 @@ def stepped(model, optimizer):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, fused=False),
-                                  partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
-def test_state_of_another_rank_is_refused(make, stage):
+@of_each(*STAGES)
+def test_state_of_another_rank_is_refused(stage):
     """Where a shard has another size there, as at another number of ranks: in the next step, also
     if there were steps before, and as often as it is tried."""
+    make = partial(torch.optim.AdamW, fused=False)
     model = STAGES[stage](Net())
     optimizer = make(model.parameters())
     for _ in range(2):
@@ -299,7 +277,7 @@ class Own(torch.optim.Optimizer):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_state_of_other_shapes_is_loaded(stage):
     net = Net()
     matrices = [block.weight for block in net.blocks]
@@ -313,7 +291,7 @@ def test_state_of_other_shapes_is_loaded(stage):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_state_of_equal_shards_is_refused(stage):
     """Where shards are equally large its shapes do not tell. A library saves rank 0's for all, and
     loads it into an optimizer that has made no step yet, of this stage or of the next process's."""
@@ -370,7 +348,7 @@ class Prodigy(torch.optim.SGD):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_optimizers_are_known_by_their_whole_names(stage):
     model = STAGES[stage](nn.Linear(8, 8))
     stepped_once(model, LambdaSGD(model.parameters()))
@@ -391,7 +369,7 @@ def test_optimizers_are_known_by_their_whole_names(stage):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_shards_are_parameters(stage):
     model = STAGES[stage](Net())
     for p in model.parameters():
@@ -408,20 +386,10 @@ def test_shards_are_parameters(stage):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_is_asked_first(stage):
-    """What is computed of a shard and its gradient is a part, also before the first step."""
-    model = STAGES[stage](Net())
-    model(torch.ones(2, 4)).sum().backward()
-    p = matrix_of(model)
-    with torch.no_grad():
-        raises(RuntimeError, "sum of the gradient of a shard", lambda: (p * p.grad).sum())
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_shards_are_plain_after_a_while(stage):
-    """Also frozen ones, and where a script steps by hand."""
+    """Also frozen ones, and where a script steps by hand. What is computed of a shard and its
+    gradient is a part, also before the first step."""
     net = Net()
     net.head.requires_grad_(False)
     model = STAGES[stage](net)
@@ -429,7 +397,9 @@ def test_shards_are_plain_after_a_while(stage):
     for _ in range(3):
         kinds.append({type(p) for p in model.parameters()})
         model(torch.ones(2, 4)).sum().backward()
+        p = matrix_of(model)
         with torch.no_grad():
+            raises(RuntimeError, "sum of the gradient of a shard", lambda: (p * p.grad).sum())
             for p in model.parameters():
                 if p.grad is not None:
                     p -= 0.1 * p.grad
@@ -439,15 +409,7 @@ def test_shards_are_plain_after_a_while(stage):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
-def test_state_is_saved_without_a_warning(stage):
-    model = STAGES[stage](Net())
-    optimizer = torch.optim.AdamW(model.parameters(), fused=False)
-    assert warnings_of(sharded_state, model, optimizer) == []
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("wrapper", ["ddp", *STAGES])
+@of_each("ddp", *STAGES)
 def test_functional_call_takes_a_frozen_copy(wrapper):
     """An evaluation with averages that are Parameters."""
     net = Net()

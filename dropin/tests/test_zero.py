@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial, reduce
-from itertools import product
 from unittest import mock
 
 import pytest
@@ -19,30 +18,26 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from dropin import ddp, zero
+from dropin.tests.scripts import of_each
 from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
 from dropin.zero import PlainZero3, Zero2, Zero3
-from model import GPT, GPTConfig, PRESETS
-from tests.common import on_meta, raises
 from judge.measure import Chain, every_collective, live_bytes
-from tests.common import ROOT
-from judge.training import compare, fresh, gather, same_bits, STAGES, uncut, zoo_loss
+from judge.training import fresh, gather, same_bits, STAGES, uncut, zoo_loss
 from judge.zoo import small_gpt
+from tests.common import on_meta, raises
 from tests.ranks import on_ranks
 
 FLAT_FP32 = ("gpt", "odd", "lora")
 
 
-@on_ranks(2, 3)
-@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+@of_each(*STAGES)
 def test_small_buckets(stage):
-    """bucket_cap_mb changes how many messages there are, and no bit, also where matrices are uncut;
-    all ranks have to say the same one."""
+    """bucket_cap_mb changes how many there are; all ranks have to say the same one."""
     n_buckets = []
     for cap_mb in (None, 25.0, 0.008, 1e-6):
         wrap = partial(STAGES[stage], bucket_cap_mb=cap_mb)
         n_buckets.append(len(wrap(fresh("gpt"))._all_buckets()))
-        compare(wrap, "gpt", f"{stage}, {cap_mb} MB")
-    compare(partial(uncut, STAGES[stage], bucket_cap_mb=0.001), "gpt", "uncut")
     n_parameters = len(list(fresh("gpt").parameters()))
     assert n_buckets[0] == n_buckets[1] < n_buckets[2] < n_buckets[3] == n_parameters, n_buckets
     for wrong in (-1, math.nan, math.inf):
@@ -53,9 +48,8 @@ def test_small_buckets(stage):
     raises(RuntimeError, "bucket_cap_mb=", STAGES[stage], fresh("gpt"), bucket_cap_mb=1.0 + rank)
 
 
-@on_ranks()
-@pytest.mark.parametrize("W", [2, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, 4)
+@of_each(*STAGES)
 def test_uncut_has_one_owner(stage):
     """Of an uncut parameter one rank has a shard, in the parameter's shape; and after a backward
     `.grad` is None on the others, so that every optimizer leaves it alone. Units of "caller" have
@@ -73,14 +67,11 @@ def test_uncut_has_one_owner(stage):
             assert not is_elsewhere or shard.grad is None, f"{n} has a gradient on no owner"
 
 
-def sizes_of_units(gpt, is_uncut):
-    """[[bytes of an uncut parameter of a unit, ...], ...], the root first, then blocks."""
+def sizes_of_units(gpt):
+    """[[bytes of a parameter of a unit, ...], ...], the root first, then blocks."""
     of_block = {p: block for block in gpt.blocks for p in block.parameters()}
-    units = []
-    for unit in (None, *gpt.blocks):
-        units.append([p.nbytes for p in gpt.parameters()
-                      if of_block.get(p) is unit and is_uncut(p, unit)])
-    return units
+    return [[p.nbytes for p in gpt.parameters() if of_block.get(p) is unit]
+            for unit in (None, *gpt.blocks)]
 
 
 def uncut_chunks(units, W):
@@ -96,9 +87,8 @@ def uncut_chunks(units, W):
     return chunks
 
 
-@on_ranks()
-@pytest.mark.parametrize("W", [2, 3, 4])
-@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2, 3)
+@of_each(*STAGES)
 def test_uncut_is_the_formulas(stage):
     """With uncut parameters a rank holds and receives, to the byte, what its chunks say: gradients
     W - 1 times its chunk, parameters all but its chunk. All ranks together receive as much as they
@@ -106,7 +96,7 @@ def test_uncut_is_the_formulas(stage):
     rank = dist.get_rank()
     W = dist.get_world_size()
     gpt = small_gpt(n_layer=4, n_embd=32, vocab_size=64)  # all sizes are multiples of 64 bytes
-    chunks = uncut_chunks(sizes_of_units(gpt, lambda p, unit: True), W)
+    chunks = uncut_chunks(sizes_of_units(gpt), W)
     loads = [0, 4]
     owners = zero.choose_owners([torch.ones(2, dtype=torch.float64)], loads)
     assert [*owners.values()] == [0] and loads == [16, 4], f"{loads} bytes"
@@ -190,43 +180,6 @@ def test_uneven_chunks_arrive_in_pieces():
     assert (arrive > 0) == (rank == 0), "the owner is another rank"
 
 
-def uncut_costs(gpt, W):
-    """With the matrices of blocks uncut: (the largest rank's shards over the mean, what the busiest
-    rank sends of parameters over the mean, the most megabytes of gradients that arrive at once)."""
-    units = sizes_of_units(gpt, lambda p, unit: unit is not None and p.dim() == 2)
-    chunks = uncut_chunks(units, W)
-    psi = sum(p.nbytes for p in gpt.parameters())
-    cut = psi - sum(map(sum, chunks))
-    largest = max(sum(chunk[rank] for chunk in chunks) for rank in range(W)) + cut / W
-    busiest = sum(map(max, chunks)) + cut / W
-    arrive = max((W - 1) * max(chunk) for chunk in chunks)
-    return largest * W / psi, busiest * W / psi, min(arrive, 2 * ddp.bucket_bytes(W)) / 1e6
-
-
-def test_docs_say_what_uncut_costs():
-    """The tables of shards, links and arrivals in docs/ are what the formulas say."""
-    measured = (ROOT / "docs" / "measured.md").read_text("utf-8")
-    using = (ROOT / "docs" / "using.md").read_text("utf-8")
-    for preset, sizes in PRESETS.items():
-        if preset == "tiny":
-            continue  # its vocabulary is another one
-        gpt = on_meta(GPT, GPTConfig(vocab_size=50257, **sizes))
-        cells = []
-        shares = []
-        links = []
-        for W in (2, 4, 8, 64):
-            share, link, arrive = uncut_costs(gpt, W)
-            cells.append(f"{share:.2f}, x{link:.2f}, {arrive:.0f} MB")
-            shares.append(f"{share:.2f}")
-            links.append(f"{link:.2f}" if link < 10 else f"{link:.0f}")
-        row = f"| `{preset}` | {' | '.join(cells)} |"
-        assert row in measured, f"docs/measured.md does not have {row}"
-        if preset == "gpt2":
-            for numbers in (shares, links):
-                row = f" | {' | '.join(numbers)} |"
-                assert row in using, f"docs/using.md does not have {row}"
-
-
 def test_units_are_found():
     """Units are the elements of the outermost lists, but for lists of bare parameters."""
     inner = nn.ModuleList([nn.Linear(8, 8)])
@@ -268,7 +221,7 @@ def test_zero3_prefetches(kind):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@of_each("zero1", "zero3")
 def test_hybrid_sums_overlap(stage):
     """With hybrid sharding nobody waits for the sum of a bucket over groups before it has launched
     the next bucket.
@@ -314,7 +267,7 @@ def test_hybrid_keeps_its_share_of_gradients():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_hybrid_sums_are_in_place(stage):
     """With hybrid sharding the sum over a group and that over groups are made in the bucket's own
     memory, also where chunks are uneven."""
@@ -344,12 +297,15 @@ def test_hybrid_sums_are_in_place(stage):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.parametrize("stage", STAGES)
-def test_unannounced_steps_are_noticed(stage, guarded):
+@of_each(*STAGES)
+def test_unannounced_steps_are_noticed(stage):
     """A step after a backward that was said not to be the last: the next forward gathers, on all
     ranks, also on those that own nothing of what has changed."""
-    kind = STAGES[stage] if guarded else WITHOUT_GUARDS[stage]
+    for kind in (STAGES[stage], WITHOUT_GUARDS[stage]):
+        notices_unannounced_steps(kind)
+
+
+def notices_unannounced_steps(kind):
     module = nn.Linear(4, 3, bias=False)  # one rank owns all of it
     plain = copy.deepcopy(module)
     model = kind(module, uncut=module.parameters())
@@ -367,7 +323,7 @@ def test_unannounced_steps_are_noticed(stage, guarded):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_replaced_data_is_noticed(stage):
     """`.data` of shards that a script replaces between micro-steps: all ranks gather, also those
     whose shards are empty."""
@@ -398,7 +354,7 @@ def fill(module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_data_is_replaced_after_a_forward(stage):
     """Without a backward, so that in stage 3 units are still whole."""
     model = STAGES[stage](Chain(3, 4))
@@ -429,7 +385,7 @@ class Tree(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_a_model_calls_itself(stage):
     """Its forward begins and ends once, however deep a rank goes."""
     plain, model = Tree(), STAGES[stage](Tree())
@@ -477,7 +433,7 @@ class Parts(nn.Module):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_parts_may_end_by_an_error(stage):
     """As a checkpoint ends the second forward of one. After the backward all units are free, and
     after a forward that follows an error; all has the bits of one process."""
@@ -509,7 +465,7 @@ def test_parts_may_end_by_an_error(stage):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_an_optimizer_may_lack_empty_shards(stage):
     """Then not all ranks see a step change the same units, but all gather the same ones."""
     model = STAGES[stage](Chain(3, 1))
@@ -529,7 +485,7 @@ class Filler(nn.Module):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_init_fn_is_not_kept(stage):
     """It may hold a checkpoint; and it may be a Module."""
     fill = Filler()
@@ -542,8 +498,8 @@ def test_init_fn_is_not_kept(stage):
     assert alive() is None
 
 
-@on_ranks()
-@pytest.mark.parametrize("stage, W", [*product(STAGES, (1, 3)), ("zero3 uncut", 3)])
+@on_ranks(1, 3)
+@of_each(*STAGES, "zero3 uncut")
 def test_meta_device_is_filled(stage):
     """From the meta device a GPT gets the weights of building it whole, no rank ever holding more
     than its shards and some units; other modules reset themselves or take init_fn; rank 0 counts.
@@ -580,9 +536,8 @@ def test_meta_device_is_filled(stage):
     assert (filled["scale"] == 7).all()
 
 
-@on_ranks()
-@pytest.mark.parametrize("stage, W", [*product(STAGES, (1, 3)), ("zero1 uncut", 3),
-                                      ("zero3 uncut", 3)])
+@on_ranks(1, 3)
+@of_each(*STAGES, "zero1 uncut", "zero3 uncut")
 def test_state_dicts_round_trip(stage):
     """Shards are (n, 1, ..., 1), or of an uncut parameter its shape, under the module's names;
     whole and sharded state dicts come back as they were given; a misfit is named, and nothing is
@@ -617,9 +572,8 @@ def test_state_dicts_round_trip(stage):
         same_bits(good, model.full_state_dict(), f"{name}, shards given back")
 
 
-@on_ranks()
-@pytest.mark.parametrize("stage, W", [("zero1", 2), ("zero3", 3), ("zero1", 3),
-                                      ("zero2", 2), ("zero2", 3), ("zero3", 2)])
+@on_ranks(2, 3)
+@of_each(*STAGES)
 def test_buffers_given_back_are_read(stage):
     """What a rank still sends to slower ones is overwritten neither by the units that come next nor
     by new values of its shards.
@@ -653,7 +607,7 @@ def test_buffers_given_back_are_read(stage):
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_a_gradient_is_put_back(stage, reduce_dtype):
     """A script may take a gradient away before a forward, and put it back before the backward: it
     is added to, although its memory was free to go in between."""
@@ -672,7 +626,7 @@ def test_a_gradient_is_put_back(stage, reduce_dtype):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_a_mark_goes_with_what_it_stands_for(stage):
     """While no_sync() holds a gradient back `.grad` is a mark of its size. zero_grad() drops both.
     """
@@ -719,7 +673,7 @@ class Relaxed(nn.Module):
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_a_forward_may_go_back(stage, is_inside):
     """A backward in the forward of a block frees it in stage 3, and what comes next has it again.
     """
@@ -745,7 +699,7 @@ def test_a_forward_may_go_back(stage, is_inside):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", STAGES)
+@of_each(*STAGES)
 def test_a_hook_may_ask_for_whole_values(stage):
     """As where it logs norms, in the midst of a forward."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
