@@ -86,7 +86,7 @@ BUFFER_FAULTS = {
     "deletes": (deletes, "table")}
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("fault", BUFFER_FAULTS)
 @of_each("ddp", "zero1", "zero3")
 def test_other_buffers_are_refused(wrapper, fault):
@@ -116,7 +116,7 @@ def test_other_buffers_are_refused(wrapper, fault):
             s.step()
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*ALL)
 def test_buffers_that_a_forward_changes_on_one_rank(wrapper):
     """Or that is resized, without a word, between two steps."""
@@ -141,7 +141,7 @@ def grows_alike(net):
     net.table = torch.full((len(net.table) + 1, 3), float(dist.get_rank()))
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*ALL)
 def test_buffers_that_change_alike(wrapper):
     """They are rank 0's again from the forward after the next backward on, by as many messages."""
@@ -164,7 +164,7 @@ def test_buffers_that_change_alike(wrapper):
         assert s.module.get_buffer(name).max() == 0, f"{name} is not rank 0's"
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*ALL)
 def test_buffers_may_be_a_ranks_own(wrapper):
     """broadcast_buffers=False: they may differ in values and shapes, from the start. All ranks must
@@ -289,7 +289,7 @@ STEP_FAULTS = {
     other_divisor: "do not belong together.*gradient_divide_factor 3"}
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("fault", STEP_FAULTS)
 @of_each(*ALL)
 def test_other_steps_are_refused(wrapper, fault):
@@ -322,7 +322,7 @@ def test_faults_on_accelerators(wrapper):
         raises(RuntimeError, "other buffers.*table", lambda: [s.step(), s.step()])
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*STAGES)
 def test_a_last_step_left_out_is_refused(stage):
     """No backward comes any more, but whole parameters are gathered."""

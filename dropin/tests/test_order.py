@@ -201,19 +201,7 @@ def test_what_is_no_order(wrapper):
     assert not is_stage or names_of(model._units) == ["the root", *map(str, LATE)]
 
 
-@on_ranks(2, seconds=120)
-@of_each("ddp", "zero3")
-def test_compiled_blocks(wrapper):
-    module = Shared(LATE)
-    for block in module.blocks:
-        block.forward = torch.compile(block.forward, backend="aot_eager")
-    model = OURS[wrapper](module)
-    for _ in range(3):
-        assert_means(model, LATE)
-    assert_learned(model, LATE)
-
-
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*ALL)
 def test_what_agreeing_costs(wrapper):
     """8 bytes for each parameter, and in stages for each unit, in stage 3 for that twice; in the
@@ -458,7 +446,7 @@ WITH_PICTURES = {"rank 0 has none": [[0, 1, 1]] * 3, "rank 1 has none": [[1, 0, 
                  "in turns": [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 1, 1]]}
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("place", ["first", "last", "a unit", "middle", "used by some"])
 @of_each("zero2", "zero3")
 def test_ranks_skip_a_tower(wrapper, place):

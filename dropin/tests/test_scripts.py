@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch._dynamo import compiled_autograd
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim.swa_utils import AveragedModel
@@ -687,12 +686,6 @@ def goes_through_a_list_in_a_way_of_its_own(s):
 
 
 # ---- the end of a backward never comes
-
-
-@script(both="by compiled autograd")
-def goes_back_by_compiled_autograd(s):
-    with compiled_autograd._enable(torch.compile(backend="eager")):
-        s.backward()
 
 
 class NoCallbacks:

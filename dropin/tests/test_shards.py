@@ -39,7 +39,7 @@ QUESTIONS = [lambda p: p.shape[1], lambda p: p.size(0), torch.numel, lambda p: p
              lambda p: p.detach().size()]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 3)
 @of_each(*STAGES)
 def test_shapes_of_shards_are_warned_of(stage):
     """Until the first step; the answer is that of the shard."""
@@ -72,7 +72,7 @@ def trains(stage, **options):
     model.load_full_state_dict(model.full_state_dict())
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*STAGES)
 def test_training_does_not_warn(stage):
     """Nor does saving."""
@@ -93,7 +93,7 @@ INITS = [nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_unifor
          torch.Tensor.normal_, torch.Tensor.uniform_, lambda p: p.data.normal_()]
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*STAGES)
 def test_shards_are_not_initialised(stage):
     """Constants would be right."""
@@ -158,7 +158,7 @@ def copies(students, teachers):
         q.copy_(p)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*STAGES)
 def test_averages_of_other_parts_are_refused(stage):
     """Where modules are frozen differently they are cut differently. (Each rank whose parts are
@@ -202,7 +202,7 @@ def test_what_is_no_part_is_not_copied_to_shards(stage):
 # ---- functional_call
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*STAGES)
 def test_functional_call_takes_whole_averages(stage):
     net = Net()
@@ -231,7 +231,7 @@ def stepped(model, optimizer):
     optimizer.zero_grad()
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*STAGES)
 def test_state_of_another_rank_is_refused(stage):
     """Where a shard has another size there, as at another number of ranks: in the next step, also
@@ -368,7 +368,7 @@ def test_optimizers_are_known_by_their_whole_names(stage):
 # ---- otherwise a shard is a Parameter
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @of_each(*STAGES)
 def test_shards_are_parameters(stage):
     model = STAGES[stage](Net())
