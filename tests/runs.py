@@ -197,13 +197,14 @@ def finish(out_dir, W=1, status=0, fact="^$", **options):
     assert run.codes == [status] * W, run
     assert re.search(fact, run.stderr[0]), f"no {fact!r}: {run}"
     assert "Traceback" not in "".join(run.stderr), "".join(run.stderr)
+    assert status != 2 or not any(run.stderr[1:]), f"more than one rank says it: {run}"
     results = re.findall(r"^RESULT (.*)\n\Z", run.stdout[0], re.MULTILINE)
     result = json.loads(results[0]) if results else {}
     return dict(result, stdout=run.stdout[0])
 
 
 def refused(fact, out_dir, W=1, status=2, **options):
-    """Assert that a run ends with one line of rank 0 that matches fact."""
+    """Assert that a run ends with one line that matches fact: a mistake is said by rank 0 alone."""
     finish(out_dir, W, status, rf"\Atrain\.py: .*{fact}.*\n\Z", **options)
 
 

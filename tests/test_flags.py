@@ -184,23 +184,6 @@ def test_numbers_have_limits():
             raises(SystemExit, f"{flag}: invalid", read, f"{flag}={value}")
 
 
-def test_words_are_chosen():
-    """Each of its words, and no other, which is answered by all of them."""
-    for name, field in FIELDS.items():
-        words = field.metadata["choices"]
-        if words:
-            assert [read(f"--{name}={word}")[name] for word in words] == [*words]
-            raises(SystemExit, f"--{name}: .*" + ".*".join(words), read, f"--{name}=other")
-
-
-def test_unknown_flags_name_near_ones():
-    """The nearest names, if any; an abbreviation is none."""
-    for word, fact in (("--warmup=3", "--warmup_steps"), ("--Lr=3", "no flag --Lr=3; .*--lr"),
-                       ("--eval-only", "--eval_only"), ("--max_step", "--max_steps"),
-                       ("--no-compiles", "no flag --no-compiles"), ("-x", "no flag -x; .* all$")):
-        raises(SystemExit, fact, read, word)
-
-
 @pytest.mark.parametrize("name", NEEDY)
 def test_flags_need_others(name):
     """A flag without effect is refused, with what it needs. Where it comes from a checkpoint it is

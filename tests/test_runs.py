@@ -102,8 +102,9 @@ def full_log():
 def test_a_power_cut_costs_no_line(tmp_path):
     """It takes what was not synced."""
     run = run_train(tmp_path, plant=partial(cut_power, tmp_path / "metrics.jsonl", 3), **GOES_ON)
-    assert run.codes == [-signal.SIGKILL], run
+    assert run.codes == [-signal.SIGKILL] and "a new run begins" in run.stdout[0], run
     as_undisturbed(tmp_path, finish(tmp_path, **GOES_ON), undisturbed())
+    assert not (tmp_path / "earlier").exists(), "something was moved"
 
 
 def test_a_full_disk_costs_no_line(tmp_path):
@@ -270,26 +271,17 @@ def bug_in_model():
     model.GPT.__init__ = build
 
 
-@pytest.mark.parametrize("W", [1, 2])
-def test_a_bug_is_not_a_mistake(W, tmp_path):
+def test_a_bug_is_not_a_mistake(tmp_path):
     """One in the model's constructor keeps its traceback, and the status is 1; sizes that do not
     fit are a mistake."""
-    ended = run_train(tmp_path, W, plant=bug_in_model)
-    assert ended.codes == [1] * W, ended
-    assert "Traceback" in ended.stderr[0] and "in build\n" in ended.stderr[0], ended
+    ended = run_train(tmp_path, 2, plant=bug_in_model)
+    assert ended.codes == [1, 1] and "in build\n" in ended.stderr[0], ended
     assert "train.py: rank 0 failed in step 0: ValueError: a bug\n" in ended.stderr[0], ended
-    refused("n_embd 16", tmp_path, W, n_head=3)
+    refused("n_embd 16", tmp_path, 2, n_head=3)
 
 
 def allocate_too_much(optimizer):
     torch.empty(10**15)
-
-
-def limit_memory():
-    """Plant a limit on what this process may have, half a gigabyte above what it has."""
-    pages = int(open("/proc/self/statm").read().split()[0])
-    n_bytes = pages * resource.getpagesize() + 500_000_000
-    resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
 
 
 def test_out_of_memory_is_said(tmp_path):
@@ -303,10 +295,6 @@ def test_out_of_memory_is_said(tmp_path):
     fact = (r"rank 1 failed in step 2: RuntimeError: out of memory: .*to allocate 4000000000000000 "
             r"bytes.*\. What takes less: .*\n\Z")
     assert re.search(fact, ended.stderr[1]), ended
-    ended = run_train(tmp_path / "c", plant=limit_memory, micro_batch_size=512,
-                      global_batch_size=512, n_embd=256)
-    assert ended.codes == [1] and "Traceback" not in ended.stderr[0], ended
-    assert re.search("step 1: .*out of memory: .*--micro_batch_size", ended.stderr[0]), ended
 
 
 def raise_all(numbers):
@@ -555,9 +543,11 @@ def test_a_strange_lock_is_signed_anew(text, tmp_path):
 
 
 def test_mistakes_leave_nothing(tmp_path):
-    """Where --resume names no checkpoint nothing is made, not even a lock."""
+    """Where --resume names no checkpoint nothing is made, not even a lock. The run ends at once."""
+    start_s = time.monotonic()
     for path in (tmp_path / "no/step_00000001", tmp_path):
         refused("no checkpoint", None, argv=[f"--resume={path}"])
+    assert time.monotonic() - start_s < 5
     assert not [*tmp_path.iterdir()], [*tmp_path.iterdir()]
 
 
@@ -578,6 +568,7 @@ def test_nothing_is_lost(tmp_path):
         assert not lost, f"lost by run {number}: {lost}"
     assert sorted(path.name for path in (out / "earlier").iterdir()) == ["1", "2", "3", "4"]
     assert not [*out.glob("trace*")], "a trace of another run is left"
+    assert (out / "earlier/1/best").readlink().name == "step_00000002"
 
 
 def test_links_and_files_are_no_obstacle(tmp_path):
@@ -630,20 +621,6 @@ def test_a_restart_is_known(before, has_begun, now, expected, tmp_path):
         os.close(folder.lock)
     with mock.patch.dict(os.environ, now):
         assert folder.is_restart() == expected
-
-
-def test_a_restart_goes_on(tmp_path):
-    """With its own run, if that had begun, whatever --resume says; with no other one, unless
-    --resume says so."""
-    finish(tmp_path, save_interval=1, plant=partial(launched_by, "mine", 0))
-    actual = finish(tmp_path, plant=partial(launched_by, "mine", 1))
-    assert "all 4 steps have been made" in actual["stdout"], actual
-    plant = partial(launched_by, "another", 1)
-    actual = finish(tmp_path, save_interval=1, plant=plant)
-    assert f"moved to {tmp_path}/earlier/1, which you may delete" in actual["stdout"], actual
-    as_undisturbed(tmp_path, actual, undisturbed())
-    actual = finish(tmp_path, save_interval=1, plant=plant, resume="auto")
-    assert "all 4 steps have been made" in actual["stdout"], actual
 
 
 def agent(folder, plant, n_ranks, n_nodes, port, **options):

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+import train
 import verify
 from model import GPT, GPTConfig
 from tests.common import ROOT
@@ -56,32 +57,12 @@ def chain(family, *legs, **options):
     FAMILIES[family].append(story)
 
 
-def record_trackers():
-    """Plant stand-ins for the packages of trackers, which note the losses that they are given."""
-    [path] = [f"{word[10:]}/losses" for word in sys.argv if word.startswith("--out_dir=")]
-
-    def log(entry):
-        run.define_metric.assert_called_once_with("*", step_metric="step")
-        write_line(path, ["wandb", entry["step"], entry["loss"]])
-
-    def add_scalar(name, value, step):
-        if name == "loss":
-            write_line(path, [name, step, value])
-
-    tracker = mock.MagicMock(__spec__="a stand-in")
-    run = tracker.init.return_value
-    run.log.side_effect = log
-    tracker.SummaryWriter.return_value.add_scalar.side_effect = add_scalar
-    sys.modules |= dict.fromkeys(("wandb", "tensorboard", "torch.utils.tensorboard"), tracker)
-
-
 # One micro-step a rank: each mode on two ranks, on one, ours on more; and what changes no bit.
 for mode in MODES:
     one("two at once", 1 if mode == "single" else 2, mode)
 one("two at once", 2, "ddp", comm_hook="hierarchical", node_size=1, bucket_cap_mb=0.001)
 one("two at once", 2, "ddp", comm_hook="topk", topk_ratio=1.0, find_unused_parameters=True)
-one("two at once", 2, "zero3", activation_checkpointing=True, profile=2, wandb=True,
-    tensorboard=True, plant=record_trackers)
+one("two at once", 2, "zero3", activation_checkpointing=True, profile=2)
 for mode in ("single", "naive", "ddp", "zero2", "zero3"):
     one("two at once", 1 if mode == "single" else 2, mode, trace=True)
 one("two at once", 2, "zero3", shard_size=1, offload=True)
@@ -117,7 +98,7 @@ chain("muon, every W", ("zero3", 3), ("zero2", 2), ("single", 1), ("zero2", 3), 
 # What was held for a moment before the run does not count.
 one("largest micro batch", 1, "single", global_batch_size=4, micro_batch_size=4)
 one("largest micro batch", 1, "single", global_batch_size=4, micro_batch_size="auto",
-    memory_limit_gb=1.2, plant=partial(np.ones, 2 * 10**8))
+    memory_limit_gb=1.0, plant=partial(np.ones, 8 * 10**7))
 # Numbers of 16 bits, and comm hooks.
 for W, mode in ((1, "single"), (2, "ddp"), (2, "zero2"), (2, "torch-fsdp")):
     one("dtype bf16", W, mode, dtype="bf16")
@@ -185,7 +166,7 @@ BYTES = {"zero1": (8, 8), "zero2": (4, 12), "zero3": (0, 16), "torch-fsdp": (0, 
 
 
 def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **options):
-    """Assert that metrics.jsonl, RESULT, traces, trackers and memory are as documented.
+    """Assert that metrics.jsonl, RESULT, traces and memory are as documented.
 
     A step that was skipped, for a nan or an inf, has no loss or norm and leaves the parameters'
     norm as it was. Memory may differ from its formula by 2 %, the rounding of shards; torch alone
@@ -226,11 +207,6 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
         assert len(set(re.findall(r"ProfilerStep#\d+", trace))) == profile, "steps in a trace"
     if "trace" in options:
         assert_trace_is_sensible(result["stdout"], mode, W)
-    if "wandb" in options:
-        expected = []
-        for entry in entries:
-            expected += [[name, entry["step"], entry["loss"]] for name in ("loss", "wandb")]
-        assert lines_of(folder / "losses") == expected, "trackers get other losses"
 
 
 def assert_ranks_are_summed_up(entry, W):
@@ -249,8 +225,7 @@ TITLES = {"single": "; one process sends nothing:",
 
 def assert_trace_is_sensible(printed, mode, W):
     """Assert that --trace shows a step of two blocks, of each rank in the order of time; that what
-    is started is waited for, and that this is what the mode does: ddp reduces buckets, the stages
-    unshard units, and stage 3 frees them, at the end all. If nothing has a name, it says so."""
+    is started is waited for, and what stage 3 unshards freed. If nothing has a name, it says so."""
     title = TITLES.get(mode, ":")
     assert f"what each rank did in this step, by its own clock{title}\n" in printed, printed
     of_rank = defaultdict(list)
@@ -268,14 +243,11 @@ def assert_trace_is_sensible(printed, mode, W):
         assert of_kind["forward"] == n * ["blocks.0", "blocks.1"], of_kind
         assert of_kind["backward"] == n * ["blocks.1", "blocks.0"], of_kind
         assert of_kind["update"] == ["AdamW"], of_kind
-        reduced = {what for what in of_kind["start"] if what.startswith("reduce the bucket")}
-        assert bool(reduced) == (mode not in TITLES), of_kind
-        assert set(of_kind["start"]) <= set(of_kind["wait"]), of_kind
-        units = {what.removeprefix("unshard ") for what in of_kind["start"]} - reduced
-        freed = set(of_kind["free"])
-        # Stage 2 has gathered what the update changed in the evaluation after it.
-        assert len(units) == (3 if mode == "zero3" else 0), f"units {units}"
-        assert freed == (units if mode == "zero3" else set()), f"{units} unsharded, freed {freed}"
+        started = set(of_kind["start"])
+        assert started <= set(of_kind["wait"]) and bool(started) == (mode not in TITLES), of_kind
+        units = {what.removeprefix("unshard ") for what in started if "unshard" in what}
+        assert units == set(of_kind["free"]), of_kind
+        assert len(units) == (3 if mode == "zero3" else 0), of_kind
 
 
 @pytest.mark.parametrize("family, story", STORIES)
@@ -425,6 +397,15 @@ def test_compiled_runs_have_four_graphs(tmp_path):
     assert lines_of(tmp_path / "graphs") == [[4, {}]]
 
 
+def test_a_zero_has_one_hash():
+    """-0 is 0."""
+    hashes = set()
+    for zero in (0.0, -0.0):
+        model = mock.Mock(full_parameters=lambda: [("weight", torch.tensor([zero]))])
+        hashes.add(train.param_sha256(model))
+    assert len(hashes) == 1
+
+
 # -------------------------------------------------------------------------------------------------
 # eight files
 
@@ -471,60 +452,54 @@ def test_eight_files_are_enough(tmp_path):
 # watching
 
 
-def note_trackers(path):
-    """Plant trackers that note what is called."""
+def note_trackers(path, act, *arguments):
+    """Plant trackers that note what is called, and what happens in the third step."""
     tracker = mock.MagicMock(__spec__="a stand-in")
     for name in ("SummaryWriter", "init"):
         made = getattr(tracker, name).return_value
-        for method in ("close", "finish", "log", "add_scalar"):
+        for method in ("define_metric", "log", "add_scalar", "finish", "close"):
             getattr(made, method).side_effect = partial(note_call, path, method)
     sys.modules |= dict.fromkeys(("wandb", "tensorboard", "torch.utils.tensorboard"), tracker)
+    in_update(3, None, act, *arguments)
 
 
-def note_call(path, method, *arguments):
-    write_line(path, [method, *arguments])
+def note_call(path, method, *arguments, **options):
+    write_line(path, [method, *arguments, *options.items()])
 
 
-def note_trackers_and(path, act, *arguments):
-    note_trackers(path)
-    if act is not None:
-        in_update(3, None, act, *arguments)
-
-
-# What happens in the third step, the status, and how many steps are noted.
-END_OF_TRACKERS = {"well": ((None,), 0, 4), "error": ((fail, "the end"), 1, 2),
+# What happens in the third step, the status, and the last step that is noted.
+END_OF_TRACKERS = {"well": ((str, ""), 0, 5), "error": ((fail, "the end"), 1, 2),
                    "signal": ((signal.raise_signal, signal.SIGTERM), 143, 4)}
 
 
 @pytest.mark.parametrize("end", END_OF_TRACKERS)
 def test_trackers_get_all_numbers_and_are_closed(end, tmp_path):
     """However a run ends, before os._exit, which would take what they have not written.
-    tensorboard draws every number of metrics.jsonl, those of all ranks included."""
+    W&B is told that the step is its axis; tensorboard draws numbers of all ranks, too."""
     planted, status, n_steps = END_OF_TRACKERS[end]
-    run = run_train(tmp_path / "out", wandb=True, tensorboard=True,
-                    plant=partial(note_trackers_and, tmp_path / "log", *planted))
+    run = run_train(tmp_path / "out", wandb=True, tensorboard=True, max_steps=5,
+                    plant=partial(note_trackers, tmp_path / "log", *planted))
     assert run.codes == [status], run
     entries = lines_of(tmp_path / "out/metrics.jsonl")
-    noted = lines_of(tmp_path / "log")
+    axis, *noted = lines_of(tmp_path / "log")
+    assert axis == ["define_metric", "*", ["step_metric", "step"]]
     assert noted[-2:] == [["finish"], ["close"]] and len(entries) == n_steps, noted
-    assert [line[1]["step"] for line in noted if line[0] == "log"] == [*range(1, n_steps + 1)]
-    for entry in entries:
-        drawn = {}
-        for method, name, *numbers in noted[:-2]:
-            if method == "add_scalar" and numbers[1] == entry["step"]:
-                assert name not in drawn, f"{name} twice"
-                drawn[name] = numbers[0]
-        assert "step_ms_max" in drawn and drawn["loss"] == entry["loss"], drawn
-        assert sorted(drawn.values()) == sorted(numbers_in({**entry, "step": None})), entry
+    logged = [line[1] for line in noted if line[0] == "log"]
+    for entry, numbers in zip(entries, logged, strict=True):
+        assert numbers["step"] == entry["step"] and numbers["loss"] == entry["loss"], numbers
+        assert numbers["step_ms_max"] == entry["ranks"]["step_ms"][2], numbers
+        drawn = {line[1]: line[2] for line in noted
+                 if line[0] == "add_scalar" and line[3] == entry["step"]}
+        assert drawn == {name: value for name, value in numbers.items() if name != "step"}
 
 
-def numbers_in(value):
-    """All numbers in what JSON can be."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list):
-        return [number for part in value for number in numbers_in(part)]
-    return [] if value is None else [value]
+def test_lines_are_printed_when_it_is_time(tmp_path):
+    """Every log_interval steps; also of the first step, and of those that are evaluated."""
+    printed = finish(tmp_path, max_steps=7, log_interval=3, eval_interval=5)["stdout"]
+    lines = re.findall(r"^step +(\d)/7 \| loss \d.*left( \| val loss)?", printed, re.M)
+    assert [int(step) for step, _ in lines] == [1, 3, 5, 6, 7], printed
+    assert [int(step) for step, is_evaluated in lines if is_evaluated] == [5, 7], printed
+    assert "share" not in printed, "a rank alone shares no device"
 
 
 def test_short_runs_have_no_trace(tmp_path):
