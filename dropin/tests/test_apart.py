@@ -511,8 +511,9 @@ def test_an_owner_may_have_nothing_to_do():
 @on_ranks(2, 4)
 @of_each(*STAGES)
 def test_ranks_may_leave_empty_shards_out(stage):
-    """Then a rank may have no optimizer of some kind, and cannot know how that steps. Nor has one
-    that owns nothing of what is trained anything to say."""
+    """Then a rank may have no optimizer of some kind, and cannot know how that steps, also where
+    it was said that no step comes. Nor has one that owns nothing of what is trained anything to
+    say."""
     results = []
     for is_lacking in (False, True):
         torch.manual_seed(0)
@@ -521,7 +522,8 @@ def test_ranks_may_leave_empty_shards_out(stage):
         for p in model.parameters():
             if p.nbytes > 0 or not is_lacking:
                 optimizers.append(torch.optim.SGD([p], lr=0.1))
-        for _ in range(4):
+        for step in range(4):
+            model.set_is_last_backward(step == 3)
             model(torch.ones(2, 2)).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()

@@ -97,12 +97,10 @@ def test_bits_of_one_process(wrapper, modules, options):
     """Of gradients, their norm, and the parameters in the end, with any element-by-element
     optimizer, a rank that is late everywhere, and NCCL's collectives. Where no factor is given
     gradients are sums, which are divided when they are clipped."""
-    for name in modules:
-        if name == "mixed" and "each_synced" in options:
-            continue  # in bf16 one process rounds after each micro batch, W ranks less often
-        with AROUND[options.get("around", "nothing")]():
-            compare(WRAPPERS[wrapper], name, f"{wrapper}, {name}",
-                    **{key: value for key, value in options.items() if key != "around"})
+    options = dict(options)
+    with AROUND[options.pop("around", "nothing")]():
+        for name in modules:
+            compare(WRAPPERS[wrapper], name, f"{wrapper}, {name}", **options)
 
 
 # -------------------------------------------------------------------------------------------------

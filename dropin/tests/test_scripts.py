@@ -183,6 +183,15 @@ def replaces_data(s):
 
 
 @script()
+def replaces_data_after_a_forward(s):
+    """Without a backward, so that in stage 3 units are still whole."""
+    s.loss()
+    for p in s.parameters:
+        p.data = p.data * 0.5
+    s.step()
+
+
+@script()
 def scales_data_in_place(s):
     s.loss()  # so the weights are gathered
     for p in s.parameters:
@@ -320,6 +329,66 @@ def uses_a_weight_that_the_forward_returns(s):
     y, weight = s.model(s.x)
     (y.square().mean() + weight.square().mean()).backward()
     s.optimizer.step()
+
+
+def slope_of(function, x):
+    z = x.detach().requires_grad_()
+    slope, = torch.autograd.grad(function(z).square().sum(), z)
+    return slope
+
+
+class Slope(nn.Linear):
+    def forward(self, x):
+        return slope_of(super().forward, x)
+
+
+class Relaxed(nn.Module):
+    """A block whose forward goes back: it moves its input down a slope, which it computes itself,
+    or one of its submodules. Then it uses another submodule, or a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.energy.requires_grad_(False)
+
+    def forward(self, x):
+        return self.out(x - 0.1 * slope_of(self.energy, x)).tanh()
+
+
+class RelaxedInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slope, self.scale = Slope(4, 4).requires_grad_(False), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return (x - 0.1 * self.slope(x)) * self.scale
+
+
+@script(build=partial(Net, unit=Relaxed))
+def goes_back_in_a_forward(s):
+    s.step()
+    s.step()
+
+
+@script(build=partial(Net, unit=RelaxedInside))
+def goes_back_in_a_part_of_a_forward(s):
+    s.step()
+    s.step()
+
+
+@script()
+def asks_for_whole_values_in_a_forward(s):
+    """As where a hook logs norms."""
+    asked = []
+
+    def ask(*_):
+        if s.is_wrapped:
+            asked.append(dict(s.model.full_parameters()))
+
+    s.module.blocks[0].register_forward_hook(ask)
+    s.step()
+    s.step()
+    assert len(asked) == 2 * s.is_wrapped
 
 
 @script("after no backward")
