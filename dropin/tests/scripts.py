@@ -118,6 +118,25 @@ def note_script(scripts, zero="", ddp="", both="", zero3="", build=Net):
     return note
 
 
+def note_two_steps(scripts, part, **refusals):
+    """Append a script of two steps, of a module that is decorated: part says whether it is the
+    function that builds it, the unit of a Net, or the forward of one."""
+    builds = {"build": lambda build: build, "unit": lambda unit: partial(Net, unit=unit),
+              "forward": lambda forward: partial(Net, forward)}
+
+    def note(decorated):
+        def two_steps(s):
+            s.x = s.x.clone().requires_grad_()  # or the first block saves no weight
+            s.step()
+            s.step()
+
+        two_steps.__name__ = decorated.__name__
+        note_script(scripts, build=builds[part](decorated), **refusals)(two_steps)
+        return decorated
+
+    return note
+
+
 def run_script(wrapper, script):
     """Whatever a script does around a wrapper ends as around the plain module, on the batches of
     all ranks; or it raises, naming what is not supported."""

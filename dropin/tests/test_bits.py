@@ -56,8 +56,8 @@ def rows():
         # In no_sync() a rank adds its own micro-steps first.
         yield training(3, wrapper, "gpt", "odd", "lora", "again", micro_steps=3)
         yield training(2, wrapper, "gpt", "odd", "again", around="NCCL's collectives")
-        yield training(3, wrapper, "odd", "again", around="rank 0 late")
-        yield training(3, wrapper, "again", around="rank 2 late")
+    for wrapper, rank in (("ddp, 1 kB", 0), ("zero1", 2), ("zero2", 0), ("zero3", 2)):
+        yield training(3, wrapper, "odd", "again", around=f"rank {rank} late")
     for stage in STAGES:
         yield training(2, stage, "odd", "experts", micro_steps=3, each_synced="announced")
         yield training(1, stage, "gpt", "odd", "skipping", micro_steps=2)
@@ -84,11 +84,11 @@ def rows():
     yield training(4, "zero1 uncut, 1 kB", "gpt", "lora", optimizer=Lamb)
     yield training(2, "zero3 uncut", "gpt", "odd", around="NCCL's collectives", optimizer=muon)
     for wrapper in ("plain ddp, 1 kB", "plain zero1", "plain zero2", "plain zero3"):
-        yield training(1, wrapper, "gpt", "recomputed", micro_steps=3)
         yield training(3, wrapper, "gpt", "recomputed", factor=None)
         yield training(2, wrapper, "gpt", "recomputed", micro_steps=3)
-        if wrapper in ("plain zero2", "plain zero3"):
-            yield training(4, wrapper, "gpt", "recomputed", micro_steps=2, each_synced=True)
+    yield training(1, "plain zero3", "gpt", "recomputed", micro_steps=3)
+    yield training(2, "plain zero2", "gpt", "recomputed", micro_steps=2, each_synced=True)
+    yield training(4, "plain zero3", "gpt", "recomputed", micro_steps=2, each_synced=True)
 
 
 @on_ranks(seconds=120)

@@ -17,13 +17,14 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dropin.ddp import clip_gradients_
-from dropin.tests.scripts import ALL, Net, note_script, of_each, run_script
+from dropin.tests.scripts import ALL, Net, note_script, note_two_steps, of_each, run_script
 from judge.training import no_sync
 from tests.common import on_meta, planted, raises
 from tests.ranks import on_ranks
 
 SCRIPTS = []
 script = partial(note_script, SCRIPTS)
+two_steps_of = partial(note_two_steps, SCRIPTS)
 # What errors say.
 ABSENT = "parameter has a value"
 CAST = "before wrapping"
@@ -156,13 +157,9 @@ def reads_a_weight_after_a_step_without_backward(s):
     s.x * s.module.scale
 
 
+@two_steps_of("forward", zero=ABSENT)
 def reads_another_unit(net, x):
     return x @ net.blocks[2].weight
-
-
-@script(ABSENT, build=partial(Net, reads_another_unit))
-def reads_a_weight_of_another_unit(s):
-    s.step()
 
 
 @script()
@@ -215,6 +212,7 @@ def exchanges_data(s):
             p.add_(average)
 
 
+@two_steps_of("forward")
 def writing(net, x):
     with torch.no_grad():
         net.head.weight.clamp_(-0.1, 0.1)
@@ -222,12 +220,6 @@ def writing(net, x):
     is_early = net.scale.item() < 0.85
     net.head.requires_grad_(net.head.weight.requires_grad and is_early)
     return net.plain(x)
-
-
-@script(build=partial(Net, writing))
-def writes_weights_in_the_forward(s):
-    s.step()
-    s.step()
 
 
 @script(build=partial(Net, writing))
@@ -342,6 +334,7 @@ class Slope(nn.Linear):
         return slope_of(super().forward, x)
 
 
+@two_steps_of("unit")
 class Relaxed(nn.Module):
     """A block whose forward goes back: it moves its input down a slope, which it computes itself,
     or one of its submodules. Then it uses another submodule, or a parameter of its own."""
@@ -355,6 +348,7 @@ class Relaxed(nn.Module):
         return self.out(x - 0.1 * slope_of(self.energy, x)).tanh()
 
 
+@two_steps_of("unit")
 class RelaxedInside(nn.Module):
     def __init__(self):
         super().__init__()
@@ -362,18 +356,6 @@ class RelaxedInside(nn.Module):
 
     def forward(self, x):
         return (x - 0.1 * self.slope(x)) * self.scale
-
-
-@script(build=partial(Net, unit=Relaxed))
-def goes_back_in_a_forward(s):
-    s.step()
-    s.step()
-
-
-@script(build=partial(Net, unit=RelaxedInside))
-def goes_back_in_a_part_of_a_forward(s):
-    s.step()
-    s.step()
 
 
 @script()
@@ -406,14 +388,10 @@ def has_sparse_gradients(s):
     s.model.module.blocks[0](torch.tensor([1])).sum().backward()
 
 
+@two_steps_of("forward", both="use_reentrant=False")
 def reentrant(net, x):
     """A part is recomputed by a backward inside the backward."""
     return net.plain(checkpoint(net.blocks[2], net.blocks[1](x), use_reentrant=True))
-
-
-@script(both="use_reentrant=False", build=partial(Net, reentrant))
-def checkpoints_reentrantly(s):
-    s.step()
 
 
 @script(both="in the backward")
@@ -465,16 +443,11 @@ def raises_elsewhere_on_each_rank(s):
     s.step()
 
 
+@two_steps_of("forward")
 def catching(net, x):
     with net.blocks[1].register_forward_pre_hook(planted, prepend=True):  # before ours
         raises(ZeroDivisionError, "planted", net.blocks[1], x)
     return net.plain(x)
-
-
-@script(build=partial(Net, catching))
-def catches_an_error_in_the_forward(s):
-    s.step()
-    s.step()
 
 
 @script()
@@ -484,6 +457,7 @@ def adds_a_penalty_before_the_forward(s):
     s.optimizer.step()
 
 
+@two_steps_of("unit")
 class Spectrum(nn.Module):
     """A weight that is seen as complex, and conjugated."""
 
@@ -495,6 +469,7 @@ class Spectrum(nn.Module):
         return (x[:, :2].cfloat() @ torch.view_as_complex(self.w).mH).real
 
 
+@two_steps_of("unit")
 class Phases(nn.Module):
     """Weights that are seen as complex numbers, and kept so for the backward."""
 
@@ -507,6 +482,7 @@ class Phases(nn.Module):
         return torch.view_as_real(turned).flatten(1)
 
 
+@two_steps_of("unit")
 class Negated(nn.Module):
     """A weight that is seen with another sign, and kept so for the backward."""
 
@@ -516,18 +492,6 @@ class Negated(nn.Module):
 
     def forward(self, x):
         return x * torch.view_as_complex(self.w).conj().imag
-
-
-def with_complex_weights():
-    net = Net()
-    net.blocks = nn.ModuleList([Negated(), Spectrum(), Phases()])
-    return net
-
-
-@script(build=with_complex_weights)
-def sees_weights_as_complex(s):
-    s.x = s.x.clone().requires_grad_()  # or the first block, which is freed, would keep none
-    s.step()
 
 
 @script()
@@ -708,6 +672,7 @@ def lists_tensors_in_a_way_of_its_own(s):
     s.step()
 
 
+@two_steps_of("build")
 class HidesModules(Net):
     def modules(self):
         return iter([self.head])
@@ -719,12 +684,6 @@ class HidesModules(Net):
         return iter([])
 
     named_children = children
-
-
-@script(build=HidesModules)
-def lists_modules_in_a_way_of_its_own(s):
-    s.step()
-    s.step()
 
 
 class Backwards(nn.ModuleList):
@@ -743,15 +702,11 @@ def by_name(net, x):
     return net.head(x) * net.scale
 
 
+@two_steps_of("build")
 def own_list():
     net = Net(by_name)
     net.blocks = Backwards(net.blocks)
     return net
-
-
-@script(build=own_list)
-def goes_through_a_list_in_a_way_of_its_own(s):
-    s.step()
 
 
 # ---- the end of a backward never comes
@@ -795,17 +750,12 @@ class Marked(torch.Tensor):
     """A plain subclass, as libraries use to mark parameters."""
 
 
+@two_steps_of("build")
 def marked():
     net = Net()
     for part in (net.blocks[0], net.head):
         part.weight = nn.Parameter(part.weight.detach().as_subclass(Marked))
     return net
-
-
-@script(build=marked)
-def marks_parameters_by_a_class(s):
-    s.step()
-    s.step()
 
 
 @script()
@@ -874,32 +824,24 @@ class Keeping(nn.Linear):
         return KeepsWeight.apply(x, self.weight)
 
 
+@two_steps_of("unit", zero3=FREED)
 class Hooked(nn.Linear):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
+    def __init__(self):
+        super().__init__(4, 4)
         self.register_full_backward_pre_hook(self.scale)
 
     def scale(self, module, gradients):
         return (gradients[0] * self.weight.detach().sum(),)
 
 
+@two_steps_of("build", zero3=FREED)
 def keeping():
     net = Net(unit=partial(Keeping, 4, 4, bias=False))
     net.blocks[0].weight.register_hook(torch.clone)
     return net
 
 
-@script(zero3=FREED, build=keeping)
-def keeps_a_weight_in_a_context(s):
-    s.x = s.x.clone().requires_grad_()
-    s.step()
-
-
-@script(zero3=FREED, build=partial(Net, unit=partial(Hooked, 4, 4)))
-def reads_a_weight_in_a_backward_hook(s):
-    s.step()
-
-
+@two_steps_of("forward", zero3="let its policy recompute views")
 def selective(net, x):
     kept = [torch.ops.aten.addmm.default, torch.ops.aten.t.default]
     contexts = partial(create_selective_checkpoint_contexts, kept)
@@ -907,12 +849,6 @@ def selective(net, x):
         part = nn.Sequential(block, nn.Tanh())
         x = x + checkpoint(part, x, use_reentrant=False, context_fn=contexts)
     return net.head(x) * net.scale
-
-
-@script(zero3="let its policy recompute views", build=partial(Net, selective))
-def keeps_views_by_a_selective_checkpoint(s):
-    s.x = s.x.clone().requires_grad_()
-    s.step()
 
 
 # ---- state that is no tensor
