@@ -1,6 +1,6 @@
 """What a wrong tensor looks like, and the mistake that looks like it.
 
-`difference` is for the rows of the proof: a tensor beside the one that is expected. `Wrong` is for
+`difference` is of a tensor beside the one that is expected: for tests of dropin/. `Wrong` is for
 the judge: a step after which some parameters are wrong. It asks by how much each micro batch's
 gradient would have to be multiplied, so that their sum is what was found. These numbers tell most
 mistakes.

@@ -96,24 +96,25 @@ def opened(file):
     sys.stdout = printed = io.StringIO()
     path = pathlib.Path(file).resolve()
     sys.path.insert(0, str(path.parent))
-    ours, his = [{place.stem for place in folder.iterdir()} for folder in (ROOT, path.parent)]
-    for name in list(sys.modules):
-        if name.partition(".")[0] in ours & his:
-            del sys.modules[name]
-    module = types.ModuleType("mine")
+    if path.parent != ROOT:
+        ours, his = [{place.stem for place in folder.iterdir()} for folder in (ROOT, path.parent)]
+        for name in list(sys.modules):
+            if name.partition(".")[0] in ours & his:
+                del sys.modules[name]
+    module = types.ModuleType(path.stem)
     module.__file__ = str(path)
-    sys.modules["mine"] = module  # where dataclasses and pickle look for what is in it
+    sys.modules[path.stem] = module  # where dataclasses and pickle look for what is in it
     exec(compile(path.read_bytes(), module.__file__, "exec"), vars(module))
-    mine = types.SimpleNamespace(after_backward=no_after_backward, trained=all_parameters,
-                                 whole=None, accumulate=no_sync, clip=None,
+    mine = types.SimpleNamespace(wrap=None, after_backward=no_after_backward,
+                                 trained=all_parameters, whole=None, accumulate=no_sync, clip=None,
                                  optimizer=plain_optimizer)
-    if not hasattr(module, "wrap"):
+    for name in vars(mine):
+        if name in vars(module):
+            setattr(mine, name, vars(module)[name])
+            if not callable(vars(module)[name]):
+                raise ValueError(f"{name} is no function")
+    if mine.wrap is None:
         raise ValueError("the file has no function named wrap")
-    for name in ("wrap", *vars(mine)):
-        function = getattr(module, name, getattr(mine, name, None))
-        if hasattr(module, name) and not callable(function):
-            raise ValueError(f"{name} is no function")
-        setattr(mine, name, function)
     return mine, printed
 
 

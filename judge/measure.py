@@ -195,18 +195,6 @@ def part_of_others(operation):
     return 1 - 1 / dist.get_world_size() if operation in WITH_OWN_CHUNK else 1
 
 
-def part_of_tolerance(actual, expected, atol, rtol):
-    """The largest difference of two {what: tensor}, as a part of atol + rtol * abs(expected)."""
-    assert actual.keys() == expected.keys()
-    largest = [torch.zeros((), dtype=torch.float64)]
-    for what, t in expected.items():
-        allowed = atol + rtol * t.double().abs()
-        parts = (actual[what].double() - t.double()).abs() / allowed
-        if parts.numel() > 0:
-            largest.append(parts.max().cpu())
-    return torch.stack(largest).max().item()  # nan if one is
-
-
 def live_bytes(wait_s=0.05):
     """Bytes of all tensors on these ranks' device that Python can reach, each storage once. (A
     DTensor only stands for a tensor that it holds.) Not seen is what C++ alone holds, such as what
