@@ -134,7 +134,7 @@ class Odd(nn.Module):
         self.blocks[2][1].weight = nn.Parameter(self.blocks[2][1].weight.detach().T)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.wide = nn.Linear(7, 1001)
-        self.convolution = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
 
     def some(self, x, order):
         for place in order:
@@ -142,7 +142,7 @@ class Odd(nn.Module):
         return x
 
     def ends(self, x):
-        image = self.convolution(x[None, None])
+        image = self.image * x[:4, :5]
         wide = self.wide(x @ self.blocks[0][1].weight)
         return image.square().mean() + (self.scale * wide).square().mean()
 
@@ -509,7 +509,8 @@ def be_rank(rank, W, folder, kind, function, arguments):
         dist.init_process_group(backend, store=store, rank=rank, world_size=W,
                                 timeout=timedelta(seconds=20))
         answer = function(*arguments)
-        dist.barrier()
+        if backend == "gloo":
+            dist.barrier()  # it may abort a rank if another one leaves before it
         dist.destroy_process_group()
     except BaseException as raised:  # also of sys.exit()
         frames = traceback.extract_tb(raised.__traceback__)

@@ -41,8 +41,8 @@ BREAKS = [
     ("ddp.py", "for addend in addends[1:]:", "for addend in addends[2:]:", "W=3 ddp 1",
      "gradient of .* has norm 0"),
     ("ddp.py", "addends = [earlier, *addends]", "pass", "W=2 zero2 3", "gradient of .* norm 0"),
-    ("zero.py", "            p.data = nan\n", "            pass\n", "process W=2 zero1 1", "differ"),
-    ("zero.py", "            self.whole = None\n", "            pass\n", "paper W=3 zero3 1",
+    ("zero.py", "own.copy_(self.chunk)", "pass", "W=2 zero3 1", "has nan: it was read before"),
+    ("zero.py", "self.chunk = self.chunk.clone()", "pass", "paper W=3 zero3 1",
      "bytes, expected 5.333"),
     ("oracle.py", "total = total + addend", "total = total - addend", "oracle W=2 zero1",
      "the hash is .*, that of oracle.py is ")]
