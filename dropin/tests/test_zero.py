@@ -22,12 +22,10 @@ from dropin.tests.scripts import of_each
 from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
 from dropin.zero import PlainZero3, Zero2, Zero3
 from judge.measure import Chain, every_collective, live_bytes
-from judge.training import fresh, gather, same_bits, STAGES, uncut, zoo_loss
+from judge.training import fresh, gather, same_bits, STAGES, uncut
 from judge.zoo import small_gpt
 from tests.common import on_meta, raises
 from tests.ranks import on_ranks
-
-FLAT_FP32 = ("gpt", "odd", "lora")
 
 
 @on_ranks(2)
@@ -46,25 +44,6 @@ def test_small_buckets(stage):
     STAGES[stage](nn.ParameterList(torch.ones(1) for _ in range(1100)), bucket_cap_mb=0)
     rank = dist.get_rank()
     raises(RuntimeError, "bucket_cap_mb=", STAGES[stage], fresh("gpt"), bucket_cap_mb=1.0 + rank)
-
-
-@on_ranks(2, 4)
-@of_each(*STAGES)
-def test_uncut_has_one_owner(stage):
-    """Of an uncut parameter one rank has a shard, in the parameter's shape; and after a backward
-    `.grad` is None on the others, so that every optimizer leaves it alone. Units of "caller" have
-    two parameters, fewer than three ranks."""
-    for name in (*FLAT_FP32, "caller"):
-        module = fresh(name)
-        shapes = {n: p.shape for n, p in module.named_parameters()}
-        model = uncut(STAGES[stage], module)
-        zoo_loss(model, 0, dist.get_rank()).backward()
-        for n, shard in model.named_parameters():
-            is_owner = shard.shape == shapes[n] and shard.numel() > 0
-            owners = gather(is_owner)
-            assert sum(owners) == (shapes[n].numel() > 0), f"{n} has owners {owners}"
-            is_elsewhere = any(owners) and not is_owner
-            assert not is_elsewhere or shard.grad is None, f"{n} has a gradient on no owner"
 
 
 def sizes_of_units(gpt):
