@@ -303,10 +303,11 @@ def view_of(folder):
     return view
 
 
-def launched_by(name, count):
-    """Plant what a torchrun tells the ranks that it starts: again, if count is not 0."""
-    os.environ["TORCHELASTIC_ERROR_FILE"] = f"/logs/none_{name}/attempt_{count}/0/error.json"
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
+def launched_by(name, n):
+    """Plant what a torchrun tells ranks: where its logs are, if it has a name, and how often it has
+    started again."""
+    path = name and f"/logs/none_{name}/attempt_{n}/0/error.json"
+    os.environ.update(TORCHELASTIC_ERROR_FILE=path, TORCHELASTIC_RESTART_COUNT=str(n))
 
 
 @functools.cache

@@ -161,29 +161,6 @@ def test_help_has_each_flag():
     assert "--topk_ratio TOPK_RATIO" in shown.stdout[0] and "[0.01]" in shown.stdout[0]
 
 
-def test_numbers_have_limits():
-    """The least and the most that a flag can be are taken, and what is beyond is refused, in a line
-    that names the flag and both; so is what is no number."""
-    for field in NUMBERS:
-        flag, least, most = f"--{field.name}", field.metadata["least"], field.metadata["most"]
-        assert field.default is None or least <= field.default <= most
-        beyond = [math.nextafter(least, -math.inf), math.nextafter(most, math.inf), "nan", "inf"]
-        bad = ["few", ""]
-        kind = float
-        if field.type is not float:
-            kind, least, most = int, int(least), int(most)
-            beyond = [least - 1, most + 1]
-            bad += ["nan", "1.5"]
-        for value in (least, most):
-            assert read(f"{flag}={value}") == {field.name: value}
-            assert type(read(f"{flag}={value}")[field.name]) is kind
-        for value in beyond:
-            fact = f"{flag} {value} is not from {least:g} to {most:g}"
-            raises(SystemExit, re.escape(fact), read, f"{flag}={value}")
-        for value in bad:
-            raises(SystemExit, f"{flag}: invalid", read, f"{flag}={value}")
-
-
 @pytest.mark.parametrize("name", NEEDY)
 def test_flags_need_others(name):
     """A flag without effect is refused, with what it needs. Where it comes from a checkpoint it is

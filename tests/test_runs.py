@@ -235,8 +235,8 @@ LOST = r"\Atrain\.py: rank 0 failed in step [23]: \w+: .*\n\Z"
 ENDS = {
     "dies": ("ddp", (signal.raise_signal, signal.SIGKILL), [1, KILLED], LOST, False),
     "hangs": ("zero1", (time.sleep, 60), [1, None], LOST, False),
-    "stops": ("zero2", (signal.raise_signal, signal.SIGSTOP), [1, None], LOST, False),
     "has a bug": ("zero3", (fail, "planted"), [1, 1], LOST, True),
+    "is out of memory": ("ddp", (torch.empty, 10**15), [1, 1], LOST, False),
     "alone has a bug": ("single", (fail, "planted"), [1], LOST.removeprefix(r"\A"), True),
     # What gloo says when this rank was frozen for longer than the time limit.
     "was frozen": ("zero2", (fail, "Application timeout caused pair closure"), [1, 1], LOST, False),
@@ -257,6 +257,7 @@ def test_how_a_run_ends(name, tmp_path):
         assert code in (actual, None), ended
     assert re.search(fact, ended.stderr[0]), ended
     text = ended.stderr[-1]
+    assert ("out of memory: " in text and "What takes less: " in text) == ("memory" in name), text
     assert ("Traceback" in text and "fail\n    raise RuntimeError" in text) == is_bug, text
     assert W == 1 or "Traceback" not in ended.stderr[0], ended
     if "disk" in name:
@@ -278,23 +279,6 @@ def test_a_bug_is_not_a_mistake(tmp_path):
     assert ended.codes == [1, 1] and "in build\n" in ended.stderr[0], ended
     assert "train.py: rank 0 failed in step 0: ValueError: a bug\n" in ended.stderr[0], ended
     refused("n_embd 16", tmp_path, 2, n_head=3)
-
-
-def allocate_too_much(optimizer):
-    torch.empty(10**15)
-
-
-def test_out_of_memory_is_said(tmp_path):
-    """On a CPU, too: what takes less; one line, no traceback; before the first step as in a step,
-    with the size where the allocator says it."""
-    refused("out of memory.*takes less: a smaller --micro_batch_size", tmp_path / "a",
-            n_embd=10**12)
-    ended = run_train(tmp_path / "b", 2, mode="zero1",
-                      plant=partial(in_update, 2, 1, allocate_too_much))
-    assert "Traceback" not in "".join(ended.stderr), ended
-    fact = (r"rank 1 failed in step 2: RuntimeError: out of memory: .*to allocate 4000000000000000 "
-            r"bytes.*\. What takes less: .*\n\Z")
-    assert re.search(fact, ended.stderr[1]), ended
 
 
 def raise_all(numbers):
@@ -434,7 +418,7 @@ def test_a_run_that_resumes_waits(kind, tmp_path):
     options["resume"] = dict(auto="auto", path=out / "step_00000002", restart=None)[kind]
     plant = nothing
     if kind == "restart":  # without logs, by which torchruns are told apart
-        plant = partial(os.environ.update, dict(TORCHELASTIC_RESTART_COUNT="1"))
+        plant = partial(launched_by, "", 1)
     with Frozen(tmp_path, out) as first:
         before = view_of(out)
         start_s = time.monotonic()
@@ -592,34 +576,30 @@ def test_links_and_files_are_no_obstacle(tmp_path):
 # torchrun
 
 
-LOGS = "/logs/none_{}/attempt_{}/0/error.json"
-MINE = dict(TORCHELASTIC_ERROR_FILE=LOGS.format("mine", 0), TORCHELASTIC_RESTART_COUNT="0")
-AGAIN = dict(TORCHELASTIC_ERROR_FILE=LOGS.format("mine", 1), TORCHELASTIC_RESTART_COUNT="1")
-OTHER = dict(TORCHELASTIC_ERROR_FILE=LOGS.format("other", 1), TORCHELASTIC_RESTART_COUNT="1")
-NO_LOGS = dict(TORCHELASTIC_ERROR_FILE="", TORCHELASTIC_RESTART_COUNT="0")
-NO_LOGS_AGAIN = dict(TORCHELASTIC_ERROR_FILE="", TORCHELASTIC_RESTART_COUNT="1")
-
-
 @pytest.mark.parametrize("before, has_begun, now, expected", [
-    (MINE, True, {}, False),  # this is no torchrun
-    (MINE, True, MINE, True),  # other nodes have come or gone
-    (MINE, True, AGAIN, True),
-    (MINE, False, MINE, False),
-    (MINE, True, OTHER, False),
-    ({}, True, AGAIN, False),
-    ({}, True, {}, False),
-    ({}, True, NO_LOGS, False),
-    ({}, True, NO_LOGS_AGAIN, True),  # without logs the count tells
-    ({}, False, NO_LOGS_AGAIN, False)])
+    (("mine", 0), True, None, False),
+    (("mine", 0), True, ("mine", 0), True),  # other nodes have come or gone
+    (("mine", 0), True, ("mine", 1), True),
+    (("mine", 0), False, ("mine", 1), False),
+    (("mine", 0), True, ("another", 1), False),
+    (None, True, ("mine", 1), False),
+    (None, True, None, False),
+    (None, True, ("", 0), False),
+    (None, True, ("", 1), True),  # without logs the count tells
+    (None, False, ("", 1), False)])
 def test_a_restart_is_known(before, has_begun, now, expected, tmp_path):
     """What an out_dir has is of a run that this torchrun has begun, or of an earlier one."""
     folder = runs.Folder(tmp_path)
-    with mock.patch.dict(os.environ, before):
+    with mock.patch.dict(os.environ):
+        if before is not None:
+            launched_by(*before)
         folder.take(None, 0)
         folder.has_begun = has_begun
         folder.sign(3)
         os.close(folder.lock)
-    with mock.patch.dict(os.environ, now):
+    with mock.patch.dict(os.environ):
+        if now is not None:
+            launched_by(*now)
         assert folder.is_restart() == expected
 
 
@@ -686,31 +666,29 @@ def die_in_starts(places):
         in_update(3, 0, setattr, os, "fsync", die)
 
 
-@pytest.mark.parametrize("places", [("in a save", "at the lock"), ("at the lock",),
-                                    ("before the lock",)], ids="-".join)
+@pytest.mark.parametrize("places", [("in a save", "at the lock"), ("before the lock",)],
+                         ids="-".join)
 def test_torchrun_starts_again_in_a_used_folder(places, tmp_path):
-    """A restart goes on with its own run, however its starts have ended: if the first one died
-    before it had begun, not with an earlier run that is still there, but with what --resume says;
-    if a later one did, with what the first one has saved. It is not refused because of the run
-    that died."""
+    """A restart goes on with what its own run has saved. If that had not begun, not with an earlier
+    run that is still there, but with what --resume says. It is not refused because of the run that
+    died."""
     out = tmp_path / "out"
-    options = dict(mode="zero2", save_interval=1, out_dir=out)
-    expected = undisturbed()
-    resumed = ["after step 2"] if places[0] == "in a save" else []
+    other = undisturbed(seed=2, save_interval=1, keep_last=9)
+    options = dict(mode="zero2", save_interval=1, out_dir=out, seed=2)
+    resumed, steps = "after step 2", [1, 2, 3, 4]
     if places[0] == "before the lock":
-        expected = undisturbed(seed=2, save_interval=1, keep_last=9)
-        options |= dict(seed=2, resume=expected["folder"] / "step_00000003")
-        resumed = ["after step 3"]
+        options["resume"] = other["folder"] / "step_00000003"
+        resumed, steps = "after step 3", [4]
     finish(out, save_interval=1, lr=0.02, max_steps=3)
     before = contents(out / "step_00000003")
     with Torchrun(tmp_path, **options) as torchrun:
         torchrun.start_node(partial(die_in_starts, places))
         printed = torchrun.end()
-    assert re.findall(r"^resumed.* (after step \d), on 2 ranks", printed, re.M) == resumed, printed
-    assert f'"param_sha256": "{expected["param_sha256"]}"' in printed, printed
+    actual = re.findall(r"^resumed.* (after step \d), on 2 ranks", printed, re.MULTILINE)
+    assert actual == [resumed], printed
+    assert f'"param_sha256": "{other["param_sha256"]}"' in printed, printed
     assert before <= contents(out / "earlier"), "the earlier run's checkpoint is lost"
-    steps = [entry["step"] for entry in lines_of(out / "metrics.jsonl")]
-    assert steps == [1, 2, 3, 4][-1 if places[0] == "before the lock" else 0:]
+    assert [entry["step"] for entry in lines_of(out / "metrics.jsonl")] == steps
 
 
 @pytest.mark.parametrize("joins", [False, True], ids=["a node dies", "a node joins"])

@@ -90,7 +90,7 @@ chain("every W", ("zero3", 4), ("zero2", 3), ("single", 1), ("zero3", 2), ("zero
       global_batch_size=12)
 # Muon: each matrix is updated by the rank that owns it.
 MUON = dict(optimizer="muon", global_batch_size=2)
-for mode in ("single", "naive", "ddp", "zero1", "zero3", "torch-ddp"):
+for mode in ("single", "ddp", "zero1", "zero3", "torch-ddp"):
     one("muon", 1 if mode == "single" else 2, mode, **MUON)
 MUON["global_batch_size"] = 6
 one("muon, every W", 1, "single", **MUON)
