@@ -342,7 +342,6 @@ class Relaxed(nn.Module):
     def __init__(self):
         super().__init__()
         self.energy, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.energy.requires_grad_(False)
 
     def forward(self, x):
         return self.out(x - 0.1 * slope_of(self.energy, x)).tanh()
@@ -352,7 +351,7 @@ class Relaxed(nn.Module):
 class RelaxedInside(nn.Module):
     def __init__(self):
         super().__init__()
-        self.slope, self.scale = Slope(4, 4).requires_grad_(False), nn.Parameter(torch.ones(4))
+        self.slope, self.scale = Slope(4, 4), nn.Parameter(torch.ones(4))
 
     def forward(self, x):
         return (x - 0.1 * self.slope(x)) * self.scale

@@ -238,7 +238,7 @@ def two_groups(parameters):
                              foreach=False, amsgrad=True)
 
 
-@on_ranks(3)
+@on_ranks(4)  # a mean of equal gradients does not round
 @pytest.mark.parametrize("kind", [DDP, Zero1, Zero2, Zero3])
 def test_whole_state_is_torchs(kind):
     """Of difficult parameters, to the name, shape, strides and bit; and of no step at all."""
