@@ -375,7 +375,6 @@ def dealt(W, micro_steps, each_synced):
     return tuple(tuple(range(rank, W * micro_steps, W)) for rank in range(W))
 
 
-FLAT = ("gpt", "odd", "mixed", "lora")
 ORDERS = ("experts", "caller", "again", "skipping")  # units in another order on each rank
 SUMS = ("odd", "mixed")  # strides, dtypes, and parameters that some ranks have not used
 
