@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from dropin.ddp import DDP
-from oracle import average_gradients
 from extras.comm_hooks import top_k_hook, TopKState
 from judge.training import fresh, gather, zoo_loss
+from oracle import average_gradients
 from tests.ranks import on_ranks
 
 

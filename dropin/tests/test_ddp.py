@@ -21,10 +21,10 @@ from dropin import ddp
 from dropin.ddp import DDP
 from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
 from dropin.zero import cast_floats, Zero2
-from tests.common import native, planted, raises
 from judge.measure import Chain, every_collective, live_bytes
 from judge.training import BF16, fresh, our_ddp, same_bits
 from judge.zoo import small_gpt
+from tests.common import native, planted, raises
 from tests.ranks import on_ranks
 
 

@@ -33,7 +33,6 @@ COPIED = "copy the module"
 FREED = "stage 3 has freed it"
 HOLDS = "holds gradients back"
 NO_END = "end was never seen"
-ONE_PART = "one rank's part"
 
 
 # ---- scripts that change the module

@@ -14,8 +14,8 @@ from checkpoint import sharded_state
 from dropin.guards import Shard
 from dropin.tests.scripts import Net, of_each
 from dropin.tests.wrappers import WRAPPERS
-from tests.common import raises
 from judge.training import gather, STAGES
+from tests.common import raises
 from tests.ranks import on_ranks
 
 
