@@ -260,7 +260,6 @@ def wrapped(task: Task, wrapper: str, param_dtype: torch.dtype | None = None):
     """-> a model, and its optimizer."""
     module = task.module().to(device())
     units = find_units(module) if task.units is None else list(task.units(module))
-    kind = {}
     if wrapper == "ddp":
         model = DDP(module, bucket_cap_mb=SMALL_MB)
     elif wrapper in OURS:
@@ -271,9 +270,10 @@ def wrapped(task: Task, wrapper: str, param_dtype: torch.dtype | None = None):
         model = DistributedDataParallel(module, bucket_cap_mb=SMALL_MB)
     if wrapper in OURS:
         model.set_gradient_divide_factor(1)  # sums, which are divided once
+    trained = [p for p in model.parameters() if p.requires_grad]
     if wrapper == "torch zero1":
-        kind = dict(kind=ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
-    return model, adamw([p for p in model.parameters() if p.requires_grad], **kind)
+        return model, adamw(trained, ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+    return model, adamw(trained)
 
 
 def fsdp2(module, units, param_dtype):
@@ -325,6 +325,7 @@ def clip_whole(model):
 
 
 def bits_of_one_process(wrapper: str, micro_steps: int, tasks: list[str]):
+    """Sums are divided once, by all. (The mean over ranks is that of the other checks.)"""
     W = dist.get_world_size()
     is_equal = same_bits if wrapper in OURS or W <= 2 else close
     for name in tasks:
@@ -554,7 +555,11 @@ def task_of(name: str) -> Task:
 def try_out(name: str):
     """One backward of a file's module, before it meets all rows."""
     task = task_of(name)
-    task.loss(task.module().to(device()), 0, 0).backward()
+    module = task.module().to(device())
+    task.loss(module, 0, 0).backward()
+    for parameter, p in module.named_parameters():
+        if p.requires_grad and p.grad is None:
+            raise ValueError(f"the loss does not use {parameter}: freeze it")
 
 
 def main() -> int:

@@ -89,6 +89,7 @@ def net():
     ("x = x + (dist.get_world_size() == 2 and dist.get_rank() == 1)", ["--module", "own.py", "W=2"],
      1, "FAILED  bits_of_one_process W=2 ddp 1: rank "),
     ("raise OSError('gone')", ["--module", "own.py"], 2, "own.py: rank 0: OSError: gone (loss, "),
+    ("model.extra = torch.nn.Parameter(x)", ["--module", "own.py"], 2, "does not use extra: freeze"),
     ("", ["--module", "none.py"], 2, "none.py: rank 0: FileNotFoundError"),
     ("", ["--module", "model.py"], 2, "no attribute 'module'"),
     ("", ["--device", "abacus"], 2, "--device abacus is not on this machine: choose cpu"),
