@@ -30,6 +30,7 @@ import multiprocessing
 import os
 import pathlib
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -477,17 +478,18 @@ def run(W: int, function: Callable, *arguments, kind: str = "cpu", seconds: floa
                 end_s = min(end_s, time.monotonic() + 1)
         for process in alive:
             process.kill()
+        for process in alive:
             process.join()
         answers, errors = [], []
         for rank, process in enumerate(processes):
             file = pathlib.Path(folder, str(rank))
-            if file.exists():
+            if process in alive:  # asked first: it may have raised, too, as another one was killed
+                errors.append((float("inf"), f"rank {rank} hangs: killed after {seconds} s"))
+            elif file.exists():
                 ended_s, error, answer = pickle.loads(file.read_bytes())
                 answers.append(answer)
                 if error is not None:
                     errors.append((ended_s, f"rank {rank}: {error}"))
-            elif process in alive:
-                errors.append((float("inf"), f"rank {rank} hangs: killed after {seconds} s"))
             else:  # others only say that it is gone
                 errors.append((0, f"rank {rank} has died, with status {process.exitcode}"))
     if errors:
@@ -571,6 +573,7 @@ def main() -> int:
     parser.add_argument("--device", metavar="KIND", default="cpu",
                         help="cpu, or an accelerator, such as cuda: ranks share it [cpu]")
     options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all, not one row
     kinds = ["cpu"]
     if options.device != "cpu":
         [kinds] = run(1, oracle.kinds_of_devices)  # if this process asked, no rank could use one

@@ -89,7 +89,7 @@ def net():
     ("x = x + (dist.get_world_size() == 2 and dist.get_rank() == 1)", ["--module", "own.py", "W=2"],
      1, "FAILED  bits_of_one_process W=2 ddp 1: rank "),
     ("raise OSError('gone')", ["--module", "own.py"], 2, "own.py: rank 0: OSError: gone (loss, "),
-    ("model.extra = torch.nn.Parameter(x)", ["--module", "own.py"], 2, "does not use extra: freeze"),
+    ("model.extra = torch.nn.Parameter(x)", ["--module", "own.py"], 2, "does not use extra: "),
     ("", ["--module", "none.py"], 2, "none.py: rank 0: FileNotFoundError"),
     ("", ["--module", "model.py"], 2, "no attribute 'module'"),
     ("", ["--device", "abacus"], 2, "--device abacus is not on this machine: choose cpu"),
@@ -125,6 +125,10 @@ def hang():
     time.sleep(60)
 
 
+def wait_for_each_other():
+    dist.recv(torch.zeros(1), src=0)
+
+
 def exit_early():
     sys.exit(3)
 
@@ -132,6 +136,7 @@ def exit_early():
 @pytest.mark.parametrize(("act", "fact"), [
     (fail, r"^rank 1: ZeroDivisionError: planted \(fail, test_verify.py:\d+\)$"),
     (die, "^rank 1 has died, with status -9$"), (hang, "^rank [01] hangs: killed after 2 s$"),
+    (wait_for_each_other, "^rank [01] hangs: killed after 2 s$"),
     (exit_early, r"^rank 1: SystemExit: 3 \(exit_early")])
 def test_ranks_that_fail(act, fact):
     """They fail by name, in time, whatever others say of it."""
