@@ -42,8 +42,9 @@ def as_undisturbed(out, actual, expected, steps=STEPS):
     entries = lines_of(out / "metrics.jsonl")
     assert [entry["step"] for entry in entries] == [*range(1, steps + 1)], entries
     assert actual["param_sha256"] == expected["param_sha256"], "other bits"
-    left = [path.name for path in out.glob(".*")]
-    assert left == [".lock"], f"left over: {left}"
+    left = sorted(path.name for path in out.iterdir() if not path.name.startswith("step_"))
+    known = {".lock", "metrics.jsonl", "best", "earlier"}
+    assert {".lock", "metrics.jsonl"} <= {*left} <= known, f"left over: {left}"
 
 
 def act_without_arguments(act):
@@ -608,7 +609,7 @@ def agent(folder, plant, n_ranks, n_nodes, port, **options):
     print is in the folder."""
     config = LaunchConfig(min_nodes=1, max_nodes=n_nodes, nproc_per_node=n_ranks, run_id="tests",
                           rdzv_backend="c10d", rdzv_endpoint=f"localhost:{port}", max_restarts=3,
-                          rdzv_configs=dict(last_call_timeout=3, keep_alive_interval=1),
+                          rdzv_configs=dict(last_call_timeout=3, keep_alive_interval=2),
                           monitor_interval=0.1, start_method="fork")
     os.setpgid(0, 0)  # to be killed together with its ranks
     os.dup2(os.open(f"{folder}/agent", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
@@ -691,25 +692,50 @@ def test_torchrun_starts_again_in_a_used_folder(places, tmp_path):
     assert [entry["step"] for entry in lines_of(out / "metrics.jsonl")] == steps
 
 
+def die_with_node(path):
+    """Kill a node, which has a process group, and leave a note."""
+    path.touch()
+    os.killpg(0, signal.SIGKILL)
+
+
+def wait_for_signal(noted):
+    while not noted:
+        time.sleep(0.01)
+
+
+def wait_for_node(n, path, dies=False):
+    """Plant a rank that waits before its n-th update for the other node, which torchrun tells it by
+    SIGTERM; and a node that dies in the third update when there are two."""
+    if path.exists():
+        return  # the other node is dead
+    if os.environ["WORLD_SIZE"] == "3":
+        if dies:
+            in_update(3, None, die_with_node, path)
+        return
+    note_signals = runs.note_signals
+
+    def note_here_too(signals):
+        in_update(n, 0, wait_for_signal, signals)
+        note_signals(signals)
+
+    runs.note_signals = note_here_too
+
+
 @pytest.mark.parametrize("joins", [False, True], ids=["a node dies", "a node joins"])
 def test_torchrun_goes_on_with_other_nodes(joins, tmp_path):
     """After kill -9 of a whole node, and when a node joins, torchrun starts all ranks again, as
     many as there are: they resume by themselves, and end on the bits of one process."""
-    out = tmp_path / "out"
-    options = dict(save_interval=1, global_batch_size=6)
+    out, note = tmp_path / "out", tmp_path / "dead"
     expected = undisturbed(global_batch_size=6)["param_sha256"]
     # Agents that a node joins have stores of their own, and tell a restart by the checkpoint.
-    options |= dict(mode="zero3", resume="auto" if joins else None, out_dir=out)
+    options = dict(save_interval=1, global_batch_size=6, mode="zero3", out_dir=out,
+                   resume="auto" if joins else None)
     worlds = ("3", "2") if joins else ("2", "3")  # of ranks: now, before
     with Torchrun(tmp_path, n_nodes=2, **options) as torchrun:
-        if joins:  # the rank that pauses ends by SIGTERM
-            torchrun.start_node(partial(in_update, 3, 0, act_without_arguments, signal.pause))
-            while not (out / "metrics.jsonl").exists():
-                time.sleep(0.1)
-            torchrun.start_node(n_ranks=1)
-        else:
-            torchrun.start_node()
-            torchrun.start_node(partial(in_update, 3, None, os.killpg, 0, signal.SIGKILL), 1)
+        torchrun.start_node(partial(wait_for_node, 3 if joins else 1, note))
+        while joins and not (out / "metrics.jsonl").exists():
+            time.sleep(0.1)
+        torchrun.start_node(partial(wait_for_node, 1, note, dies=not joins), n_ranks=1)
         printed = torchrun.end()
     actual = re.findall(r"^resumed.* on (\d) ranks? \((\d) before\)$", printed, re.MULTILINE)
     assert actual == [worlds], f"restarts (now, before) {actual}: {printed}"
