@@ -5,6 +5,7 @@ and no file is too many.
 """
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -743,6 +744,13 @@ def test_torchrun_goes_on_with_other_nodes(joins, tmp_path):
     assert [entry["step"] for entry in lines_of(out / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def alone_in_a_session():
+    """Plant what torchrun's ranks have, which are not forked: a session of their own, and no signal
+    that torch.multiprocessing has asked for, when the agent ends."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, 0)  # PR_SET_PDEATHSIG
+
+
 def is_there(pid):
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -758,7 +766,7 @@ def test_ranks_end_with_their_agent(number, tmp_path):
     metrics = out / "metrics.jsonl"
     with Torchrun(tmp_path, mode="zero2", out_dir=out, max_steps=10**6, eval_interval=0,
                   save_interval=10**6, check_interval=0) as torchrun:
-        pid = torchrun.start_node(os.setsid).pid  # as torchrun starts them
+        pid = torchrun.start_node(alone_in_a_session).pid
         while not (metrics.exists() and metrics.read_text()):
             assert is_there(pid), (tmp_path / "agent").read_text()
             time.sleep(0.01)
