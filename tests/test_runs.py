@@ -123,6 +123,18 @@ def test_a_full_disk_costs_no_line(tmp_path):
     as_undisturbed(out, finish(out, **GOES_ON), undisturbed())
 
 
+def fill_disk_and_signal(path):
+    """Plant a signal in the second update, after which the third step cannot be saved."""
+    fill_disk(path, 3)
+    in_update(2, 0, signal.raise_signal, signal.SIGTERM)
+
+
+def test_a_signal_does_not_hide_a_full_disk(tmp_path):
+    """The status says that the last step is not saved, and no line says that it can be resumed."""
+    finish(tmp_path, status=1, save_interval=1, fact=r"stopped by a signal after step 3\n\Z",
+           plant=partial(fill_disk_and_signal, tmp_path / "metrics.jsonl"))
+
+
 def test_a_full_log_is_no_reason_to_end(tmp_path):
     finish(tmp_path, plant=full_log, **GOES_ON)
     as_undisturbed(tmp_path, ask(tmp_path / f"step_{STEPS:08d}"), undisturbed())
@@ -225,6 +237,13 @@ def test_files_are_synced_before_they_get_their_names(tmp_path):
     finish(out, save_interval=1, resume=out / "step_00000003", plant=plant)
     assert not log.exists(), f"renamed before they were synced: {lines_of(log)}"
     assert saved(out)[-2:] == [3, 4]
+
+
+def test_names_are_synced_too(tmp_path):
+    synced = []
+    with mock.patch.object(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino)):
+        runs.write_synced(tmp_path / "file", b"text")
+    assert synced == [path.stat().st_ino for path in (tmp_path / "file", tmp_path)]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -525,6 +544,8 @@ def test_a_strange_lock_is_signed_anew(text, tmp_path):
     facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, launch=None,
                  has_begun=False)
     assert json.loads((tmp_path / ".lock").read_text()) == facts == folder.holder()
+    folder.begin(0)
+    assert folder.holder() == dict(facts, has_begun=True)
     os.close(folder.lock)
 
 
