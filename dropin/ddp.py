@@ -51,8 +51,9 @@ one class, a layer, for each thing that it does not ask for any more, or adds:
 
 `DDP` is all of these before `PlainDDP`. A method of a layer does something before or after that of
 the plain class, and calls it by super(): so what one has read is what runs. `# a joint` marks a
-method that exists only so that layers can add to it. (In a few cases a layer does without the plain
-method, such as a comm hook in place of the sum.) At the end of the file are the collectives' bodies.
+method that exists only so that layers can add to it. (In a few cases a layer does without the
+plain method, such as a comm hook in place of the sum.) At the end of the file are the collectives'
+bodies.
 """
 
 import collections
