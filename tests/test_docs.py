@@ -147,7 +147,7 @@ def test_using_prepares_tokens(tmp_path):
     [script] = [block for block in blocks_of("using", "py") if "prepare.py" in block]
     path = tmp_path / "prepare.py"
     path.write_text(script)
-    lines = [line for name in ("ddp.py", "zero.py") for line in open(ROOT / name).read().splitlines()]
+    lines = ((ROOT / "ddp.py").read_text() + (ROOT / "zero.py").read_text()).splitlines()
     parts = dict(test=Documents(lines[:50]), train=Documents(lines[50:]))
     hub = mock.MagicMock(__spec__="a stand-in")
     whole = hub.load_dataset.return_value
