@@ -166,13 +166,16 @@ class Started:
     def _wait(self):
         """As torchrun does: soon after a rank has failed send SIGTERM to the others."""
         deadline = time.monotonic() + LIMIT_S
+        failed_s = None  # when the first one had failed
         has_sent_sigterm = False
         while time.monotonic() < deadline:
             codes = [process.exitcode for process in self.processes]
             if None not in codes:
                 return
-            if any(codes) and not has_sent_sigterm:
-                time.sleep(0.5)  # those that end by themselves may do so
+            if any(codes) and failed_s is None:
+                failed_s = time.monotonic()
+            # Those that end by themselves may do so.
+            if failed_s is not None and not has_sent_sigterm and time.monotonic() > failed_s + 0.5:
                 has_sent_sigterm = True
                 deadline = time.monotonic() + 4
                 for process in self.processes:
@@ -269,6 +272,12 @@ def spoil(function, calls, value):
 
 def fail(text):
     raise RuntimeError(text)
+
+
+def raise_signals(*numbers):
+    for number in numbers:
+        signal.raise_signal(number)
+    time.sleep(0.2)  # until a thread has noted them
 
 
 def flip_a_bit(optimizer):

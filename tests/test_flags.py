@@ -23,7 +23,7 @@ from tests.runs import (finish, flags, flip_a_bit, in_update, refused, run_train
 # Those that end with one line, which names the file or, where there is none, the flag. DATA is a
 # folder of good and bad texts, made by the check.
 BAD = """--no_such_flag=1 | --lr=fast | --lr=nan | --lr=-1 | --max_steps=0 | --max_steps=1.5
---mode=zero9 | --dtype=fp8 | --model=gpt5 | --bucket_cap_mb=0 | --seed=99999999999999999999
+--mode=zero9 | --bucket_cap_mb=0 | --seed=99999999999999999999
 --global_batch_size=3 --micro_batch_size=2 | --n_head=3 | --n_kv_head=3 | --tokenizer=gpt9
 --tokenizer=gpt2 | --dataset=DATA/missing.txt | --dataset=DATA/empty.txt | --dataset=DATA/odd
 --dataset=DATA/short.txt | --dataset=DATA/latin1.txt | --dataset=DATA/none | --dataset=DATA/beyond
@@ -31,7 +31,7 @@ BAD = """--no_such_flag=1 | --lr=fast | --lr=nan | --lr=-1 | --max_steps=0 | --m
 --out_dir=DATA/fine.txt | --param_dtype=bf16 | --comm_hook=topk | --comm_hook=zip --mode=ddp
 --offload | --topk_ratio=2 --mode=ddp --comm_hook=topk | --dtype=fp16 --mode=ddp --comm_hook=topk
 --shard_size=1 --mode=ddp | --micro_batch_size=most | --resume=DATA/missing | --device=abacus
---optimizer=sgd | --trace --profile=2 | --eval_only | --init_from=gpt2 | --min_lr=1
+--trace --profile=2 | --eval_only | --init_from=gpt2 | --min_lr=1
 --dataset=DATA/bin.txt"""
 NAMED = {  # and those whose line names something else
     "--micro_batch_size=auto": "memory_limit_gb", "--wandb": "install wandb", "--beta2=1": "beta",

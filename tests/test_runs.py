@@ -31,8 +31,8 @@ import data
 import model
 import runs
 from tests.runs import (ask, contents, execute, fail, finish, flags, FORK, in_update, launched_by,
-                        lines_of, nothing, refused, run_train, saved, Started, this_rank,
-                        undisturbed, view_of, write_line)
+                        lines_of, nothing, raise_signals, refused, run_train, saved, Started,
+                        this_rank, undisturbed, view_of, write_line)
 
 STEPS = 4
 GOES_ON = dict(save_interval=1, resume="auto")
@@ -126,7 +126,7 @@ def test_a_full_disk_costs_no_line(tmp_path):
 def fill_disk_and_signal(path):
     """Plant a signal in the second update, after which the third step cannot be saved."""
     fill_disk(path, 3)
-    in_update(2, 0, signal.raise_signal, signal.SIGTERM)
+    in_update(2, 0, raise_signals, signal.SIGTERM)
 
 
 def test_a_signal_does_not_hide_a_full_disk(tmp_path):
@@ -186,7 +186,7 @@ def die_in_save(n, log):
         in_update(3, 0, act_without_arguments, end)
 
 
-@pytest.mark.parametrize("W, mode, every", [(1, "single", 1), (2, "zero2", 4)])
+@pytest.mark.parametrize("W, mode, every", [(1, "single", 1), (2, "zero2", 5)])
 def test_a_kill_anywhere_in_a_save(W, mode, every, tmp_path):
     """After kill -9 of rank 0 before any call by which a checkpoint is written, gets its name and
     pushes out an older one; with two ranks before some of them."""
@@ -302,35 +302,29 @@ def test_a_bug_is_not_a_mistake(tmp_path):
     refused("n_embd 16", tmp_path, 2, n_head=3)
 
 
-def raise_all(numbers):
-    for number in numbers:
-        signal.raise_signal(number)
-
-
 def send(numbers, on_rank, is_torchruns=False):
     """Plant signals in the second update of a rank, or of all."""
     if is_torchruns:
         os.environ["TORCHELASTIC_RUN_ID"] = "tests"
-    in_update(2, on_rank, raise_all, numbers)
+    in_update(2, on_rank, raise_signals, *numbers)
 
 
 @pytest.mark.parametrize("W, mode, on_rank, number", [
     (1, "single", 0, signal.SIGTERM), (3, "zero2", 1, signal.SIGINT), (2, "ddp", None, 15)])
 def test_a_signal_ends_a_run(W, mode, on_rank, number, tmp_path):
-    """All ranks finish the step, save and end with 128 + the number, also if one alone got it; the
-    run can go on."""
+    """All ranks finish the next step, save and end with 128 + the number, also if one alone got it;
+    the run can go on."""
     options = dict(mode=mode, save_interval=100, eval_interval=0, global_batch_size=W)
     finish(tmp_path, W, status=128 + number, plant=partial(send, [number], on_rank),
-           fact=r"\Atrain.py: stopped by a signal after step [23]; go on with --resume auto\n\Z",
+           fact=r"\Atrain.py: stopped by a signal after step 3; go on with --resume auto\n\Z",
            **options)
-    n_steps = lines_of(tmp_path / "metrics.jsonl")[-1]["step"]
-    assert n_steps in (2, 3) and saved(tmp_path) == [n_steps], saved(tmp_path)
+    assert saved(tmp_path) == [3], saved(tmp_path)
     actual = finish(tmp_path, W, resume="auto", **options)
     as_undisturbed(tmp_path, actual, undisturbed(global_batch_size=W, eval_interval=0))
 
 
 def test_a_run_without_checkpoints_stops_too(tmp_path):
-    finish(tmp_path, 2, 130, r"stopped by a signal after step [23]\n\Z", mode="zero3",
+    finish(tmp_path, 2, 130, r"stopped by a signal after step 3\n\Z", mode="zero3",
            plant=partial(send, [signal.SIGINT], 0))
 
 
@@ -631,7 +625,7 @@ def agent(folder, plant, n_ranks, n_nodes, port, **options):
     print is in the folder."""
     config = LaunchConfig(min_nodes=1, max_nodes=n_nodes, nproc_per_node=n_ranks, run_id="tests",
                           rdzv_backend="c10d", rdzv_endpoint=f"localhost:{port}", max_restarts=3,
-                          rdzv_configs=dict(last_call_timeout=3, keep_alive_interval=2),
+                          rdzv_configs=dict(last_call_timeout=1, keep_alive_interval=2),
                           monitor_interval=0.1, start_method="fork")
     os.setpgid(0, 0)  # to be killed together with its ranks
     os.dup2(os.open(f"{folder}/agent", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)

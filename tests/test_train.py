@@ -31,8 +31,8 @@ import train
 import verify
 from model import GPT, GPTConfig
 from tests.common import ROOT
-from tests.runs import (fail, finish, flags, in_update, lines_of, run_alone, run_train, saved,
-                        spoil, write_line)
+from tests.runs import (fail, finish, flags, in_update, lines_of, raise_signals, run_alone,
+                        run_train, saved, spoil, write_line)
 
 MODES = ("single", "naive", "ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-zero1",
          "torch-fsdp-kept", "torch-fsdp")
@@ -63,7 +63,7 @@ for mode in MODES:
 one("two at once", 2, "ddp", comm_hook="hierarchical", node_size=1, bucket_cap_mb=0.001)
 one("two at once", 2, "ddp", comm_hook="topk", topk_ratio=1.0, find_unused_parameters=True)
 one("two at once", 2, "zero3", activation_checkpointing=True, profile=2)
-for mode in ("single", "naive", "ddp", "zero2", "zero3"):
+for mode in ("single", "naive", "zero3"):
     one("two at once", 1 if mode == "single" else 2, mode, trace=True)
 one("two at once", 2, "zero3", shard_size=1, offload=True)
 one("two at once", 2, "zero2", shard_size=2)
@@ -100,7 +100,7 @@ one("largest micro batch", 1, "single", global_batch_size=4, micro_batch_size=4)
 one("largest micro batch", 1, "single", global_batch_size=4, micro_batch_size="auto",
     memory_limit_gb=1.0, plant=partial(np.ones, 8 * 10**7))
 # Numbers of 16 bits, and comm hooks.
-for W, mode in ((1, "single"), (2, "ddp"), (2, "zero2"), (2, "torch-fsdp")):
+for W, mode in ((1, "single"), (2, "ddp"), (2, "zero2")):
     one("dtype bf16", W, mode, dtype="bf16")
 for W, mode in ((1, "single"), (2, "ddp"), (2, "zero3")):
     one("dtype fp16", W, mode, dtype="fp16")
@@ -118,7 +118,7 @@ chain("joined", ("ddp", 2), ("ddp", 4), comm_hook="topk", global_batch_size=4)
 # A nan or an inf on one rank in steps 2 and 3: skipped by all, who in fp16 halve the scale.
 for mode in ("ddp", "zero3"):
     one("nan", 2, mode, plant=partial(spoil, "cross_entropy", (2, 3), math.nan))
-for mode in ("ddp", "zero2", "zero3"):
+for mode in ("ddp", "zero3"):
     one("inf", 2, mode, dtype="fp16", plant=partial(spoil, "embedding", (2, 3), math.inf))
 
 
@@ -444,7 +444,7 @@ def test_eight_files_are_enough(tmp_path):
     assert asked["val_loss"] is not None and "sample:\n" in asked["stdout"]
     for options in (dict(mode="torch-ddp"), dict(mode="ddp", comm_hook="topk"), dict(trace=True),
                     dict(mode="zero3", offload=True)):
-        run(2, 2, r"\Atrain\.py: there is no (extras|dropin), .*\n\Z", out_dir=tmp_path / "no",
+        run(1, 2, r"\Atrain\.py: there is no (extras|dropin), .*\n\Z", out_dir=tmp_path / "no",
             **options)
 
 
@@ -469,7 +469,7 @@ def note_call(path, method, *arguments, **options):
 
 # What happens in the third step, the status, and the last step that is noted.
 END_OF_TRACKERS = {"well": ((str, ""), 0, 5), "error": ((fail, "the end"), 1, 2),
-                   "signal": ((signal.raise_signal, signal.SIGTERM), 143, 4)}
+                   "signal": ((raise_signals, signal.SIGTERM), 143, 4)}
 
 
 @pytest.mark.parametrize("end", END_OF_TRACKERS)
