@@ -1340,8 +1340,7 @@ print(f"weights {{weights}}\\n", end="")
 
 
 @pytest.mark.parametrize(("files", "wrapper", "options"), [
-    (["ddp"], "DDP", ""), (["ddp", "zero"], "Zero2", ""),
-    (["ddp", "zero"], "Zero3", ", units=net.children()")])
+    (["ddp"], "DDP", ""), (["ddp", "zero"], "Zero3", ", units=net.children()")])
 def test_copies_work_alone(files, wrapper, options, tmp_path):
     """ddp.py by itself, and zero.py beside it, in an empty folder."""
     for name in files:
