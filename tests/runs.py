@@ -109,6 +109,27 @@ class Run:
         return "; ".join(facts)
 
 
+class Store:
+    """The store by which ranks meet, in a process of its own. In pytest's it would have a thread,
+    and a fork could keep for ever a lock that this thread holds."""
+
+    def __init__(self):
+        ours, theirs = FORK.Pipe()
+        self.process = FORK.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        self.port = ours.recv()
+
+    def stop(self):
+        self.process.kill()
+        self.process.join()
+
+
+def serve(pipe):
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
+
+
 class Started:
     """A run that goes on while a test looks at it. A context, which leaves no process."""
 
@@ -116,7 +137,7 @@ class Started:
         """As run_train."""
         words = flags(out_dir=out_dir, **options) if argv is None else argv
         self.folder = pathlib.Path(tempfile.mkdtemp())
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.store = Store() if W > 1 else None
         self.processes = []
         for rank in range(W):
             (self.folder / str(rank)).mkdir()
@@ -137,6 +158,8 @@ class Started:
         for process in self.processes:
             process.kill()
             process.join()
+        if self.store is not None:
+            self.store.stop()
         shutil.rmtree(self.folder)
 
     def wait_for(self, path):

@@ -23,7 +23,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
@@ -31,7 +30,7 @@ import data
 import model
 import runs
 from tests.runs import (ask, contents, execute, fail, finish, flags, FORK, in_update, launched_by,
-                        lines_of, nothing, raise_signals, refused, run_train, saved, Started,
+                        lines_of, nothing, raise_signals, refused, run_train, saved, Started, Store,
                         this_rank, undisturbed, view_of, write_line)
 
 STEPS = 4
@@ -639,7 +638,7 @@ class Torchrun:
 
     def __init__(self, folder, n_nodes=1, **options):
         self.folder, self.n_nodes, self.options = folder, n_nodes, options
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.store = Store()
         self.agents = []
         self.others = []  # processes that are not in an agent's group
 
@@ -652,6 +651,7 @@ class Torchrun:
                 os.kill(pid, signal.SIGKILL)  # a negative number means a group
         for process in self.agents:
             process.join()
+        self.store.stop()
 
     def start_node(self, plant=nothing, n_ranks=2):
         arguments = self.folder, plant, n_ranks, self.n_nodes, self.store.port
