@@ -252,22 +252,33 @@ def this_rank():
     return int(os.environ.get("RANK", 0))
 
 
-def in_update(n, on_rank, act, *arguments):
-    """Plant act(*arguments), or act(optimizer) without any, on a rank, or None for all, before its
-    n-th update.
+def before_updates(act):
+    """Plant act(optimizer, n) before the n-th update, for each n.
 
     AdamW.step is what every mode calls once in a step, between the collectives of the backward and
     those of the next forward, so the others wait for the rank to which something happens here.
     """
     update = torch.optim.AdamW.step
-    calls = itertools.count(1)
+    numbers = itertools.count(1)
 
+    # With the mark by which torch knows that its hooks are around it already: they would run twice
+    # on this rank, and stages would take that for one more step.
+    @functools.wraps(update)
     def step(optimizer, *closure):
-        if next(calls) == n and on_rank in (None, this_rank()):
-            act(*(arguments or [optimizer]))
+        act(optimizer, next(numbers))
         return update(optimizer, *closure)
 
     torch.optim.AdamW.step = step
+
+
+def in_update(n, on_rank, act, *arguments):
+    """Plant act(*arguments), or act(optimizer) without any, on a rank, or None for all, before its
+    n-th update."""
+    def act_once(optimizer, number):
+        if number == n and on_rank in (None, this_rank()):
+            act(*(arguments or [optimizer]))
+
+    before_updates(act_once)
 
 
 def spoil(function, calls, value):

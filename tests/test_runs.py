@@ -29,9 +29,10 @@ from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 import data
 import model
 import runs
-from tests.runs import (ask, contents, execute, fail, finish, flags, FORK, in_update, launched_by,
-                        lines_of, nothing, raise_signals, refused, run_train, saved, Started, Store,
-                        this_rank, undisturbed, view_of, write_line)
+from tests.runs import (ask, before_updates, contents, execute, fail, finish, flags, FORK,
+                        in_update, launched_by, lines_of, nothing, raise_signals, refused,
+                        run_train, saved, Started, Store, this_rank, undisturbed, view_of,
+                        write_line)
 
 STEPS = 4
 GOES_ON = dict(save_interval=1, resume="auto")
@@ -82,16 +83,11 @@ def cut_power(path, n):
 def fill_disk(path, n):
     """Plant a disk that takes 20 more bytes of metrics.jsonl from the n-th update until the next
     one, and so half a line; checkpoints are larger, and fail."""
-    update = torch.optim.AdamW.step
-    calls = itertools.count(1)
-
-    def step(optimizer, *closure):
-        is_full = next(calls) == n
-        most = path.stat().st_size + 20 if is_full else resource.RLIM_INFINITY
+    def limit(_, number):
+        most = path.stat().st_size + 20 if number == n else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-        return update(optimizer, *closure)
 
-    torch.optim.AdamW.step = step
+    before_updates(limit)
 
 
 def full_log():
