@@ -516,7 +516,8 @@ def be_rank(rank, W, folder, kind, function, arguments):
     except BaseException as raised:  # also of sys.exit()
         frames = traceback.extract_tb(raised.__traceback__)
         place = [frame for frame in frames if "site-packages" not in frame.filename][-1]
-        error = (f"{type(raised).__name__}: {raised} ({place.name}, "
+        text = " ".join(str(raised).split())  # in a line
+        error = (f"{type(raised).__name__}: {text} ({place.name}, "
                  f"{pathlib.Path(place.filename).name}:{place.lineno})")
     file = pathlib.Path(folder, f"new{rank}")
     file.write_bytes(pickle.dumps((time.monotonic(), error, answer)))

@@ -1,4 +1,4 @@
-"""Pictures of what bench.sh has measured, of a run and of the files -> assets/COMMAND.svg.
+"""Pictures of what bench.sh has measured, and of a run -> assets/COMMAND.svg.
 
     python bench/pictures.py modes [FILE]             step time beside torch's and DeepSpeed's
     python bench/pictures.py memory [FILE]            what a rank holds, a panel for each W
@@ -7,7 +7,6 @@
     python bench/pictures.py precision [FILE]         training losses in fp32, bf16 and fp16
     python bench/pictures.py timeline [FILE]          a step in time: ddp.svg, zero1.svg, zero3.svg
     python bench/pictures.py loss [metrics.jsonl]     losses of a run, of out/ unless told
-    python bench/pictures.py files                    files, their lines, who imports whom
 
 FILE: out/bench/COMMAND_DATE.jsonl, unless given that of the newest start of the command. With
 --into FOLDER pictures go there, and not into assets/.
@@ -16,7 +15,6 @@ Needs matplotlib. Text and axes are grey, on nothing: readable on white pages an
 """
 
 import argparse
-import ast
 import json
 import pathlib
 import statistics
@@ -32,10 +30,6 @@ from bench.timeline import KINDS, most_held, pyplot_on_nothing, refuse, ROOT, sa
 OURS = "#7a62b8"
 TORCHS = "#bf4f86"
 DEEPSPEEDS = "#2a9d9d"
-# Each imports only some of those before it, and train.py also what a flag needs of extras/.
-FILES = ("oracle.py", "model.py", "ddp.py", "zero.py", "data.py", "checkpoint.py", "runs.py",
-         "dropin/", "train.py", "extras/", "verify.py", "tests/")
-IDEA = ("oracle.py", "ddp.py", "zero.py")
 SMOOTHED = 20  # steps whose mean is a point of the training loss
 
 
@@ -196,56 +190,6 @@ def draw_loss(folder, path=ROOT / "out" / "metrics.jsonl"):
     save(figure, "loss", folder)
 
 
-def files_of(name):
-    """The Python files of a file or folder of the picture."""
-    return sorted(ROOT.glob(f"{name}*.py")) if name.endswith("/") else [ROOT / name]
-
-
-def imported_by(name):
-    """The files and folders of the picture that a file, or those of a folder, import."""
-    modules = set()
-    for path in files_of(name):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                modules.update(f"{alias.name}." for alias in node.names)
-            if isinstance(node, ast.ImportFrom):
-                modules.update(f"{node.module}.{alias.name}." for alias in node.names)
-    imported = []
-    for other in FILES:
-        module = other.removesuffix(".py").removesuffix("/").replace("/", ".")
-        if other != name and any(each.startswith(f"{module}.") for each in modules):
-            imported.append(other)
-    return imported
-
-
-def rounded_lines(name):
-    """Lines of a file or folder, to the nearest 50."""
-    n = sum(len(path.read_text().splitlines()) for path in files_of(name))
-    return 50 * round(n / 50)
-
-
-def draw_files(folder):
-    """A row for each file: its lines, and a dot below each file that it imports."""
-    pyplot = pyplot_on_nothing()
-    figure, (lines, dots) = pyplot.subplots(1, 2, figsize=(9, 3.2), sharey=True)
-    for row, name in enumerate(FILES):
-        n = rounded_lines(name)
-        color = OURS if name in IDEA else "grey"
-        lines.barh(row, n, 0.6, color=color)
-        lines.text(n + 60, row, f"{n:,}", color="grey", fontsize=9, va="center")
-        dots.axhline(row, color="grey", linewidth=0.3)
-        for other in imported_by(name):
-            dots.plot(FILES.index(other), row, "o", color=OURS if other in IDEA else "grey")
-    lines.set_yticks(range(len(FILES)), FILES)
-    lines.invert_yaxis()
-    lines.set_xlabel("lines, to the nearest 50; violet: the idea, and its fast form")
-    dots.set_xticks(range(len(FILES) - 1), FILES[:-1], rotation=40, ha="left")
-    dots.xaxis.tick_top()
-    dots.tick_params(length=0)
-    dots.set_xlabel("a dot: the file on the left imports the one above")
-    save(figure, "files", folder)
-
-
 def draw_memory(folder, path=None):
     """What rank 0 holds, in the order of the stages; a panel for each W."""
     results = measured("memory", path)
@@ -307,7 +251,6 @@ PICTURES = {
     "precision": (draw_precision, 1),
     "timeline": (draw_timeline, 1),
     "loss": (draw_loss, 1),
-    "files": (draw_files, 0),
 }
 
 

@@ -1,1 +1,1 @@
-"""What is checked beside the proof, by `python -m pytest`; and what starts ranks, for both."""
+"""What verify.py does not say, by subject: `python -m pytest`."""

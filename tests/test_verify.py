@@ -118,7 +118,7 @@ def on_rank_1(act):
 
 
 def fail():
-    raise ZeroDivisionError("planted")
+    raise ZeroDivisionError("planted\nin lines")
 
 
 def die():
@@ -138,7 +138,7 @@ def exit_early():
 
 
 @pytest.mark.parametrize(("act", "fact"), [
-    (fail, r"^rank 1: ZeroDivisionError: planted \(fail, test_verify.py:\d+\)$"),
+    (fail, r"^rank 1: ZeroDivisionError: planted in lines \(fail, test_verify.py:\d+\)$"),
     (die, "^rank 1 has died, with status -9$"), (hang, "^rank [01] hangs: killed after 2 s$"),
     (wait_for_each_other, "^rank [01] hangs: killed after 2 s$"),
     (exit_early, r"^rank 1: SystemExit: 3 \(exit_early")])
