@@ -43,11 +43,14 @@ def tree(tmp_path):
     return tmp_path
 
 
-def bench(tree, *words, status=0):
-    """Run bench.sh, to its end."""
-    done = subprocess.run(["./bench.sh", *words], cwd=tree, capture_output=True, text=True)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done.stdout
+def call(capsys, module, *words):
+    """-> (exit status, stdout, stderr) of a program's main in this process."""
+    with mock.patch.object(sys, "argv", [f"{module.__name__}.py", *map(str, words)]):
+        try:
+            status = module.main()
+        except SystemExit as error:
+            status = error.code
+    return status, *capsys.readouterr()
 
 
 def rows_of_tables(text):
@@ -87,10 +90,13 @@ def parameters():
     return every, again
 
 
-def test_modes(tree):
+def test_modes(tree, capsys):
     """Bytes that a rank holds and sends are those of the formulas; columns agree with each other;
     an hour has its price. The tables can be printed again, from the newest file as from a file."""
-    text = bench(tree, "modes", "--rounds=1", *TINY, "--worlds=2", "--modes=ddp zero3", "--price=3")
+    words = ["modes", "--rounds=1", *TINY, "--worlds=2", "--modes=ddp zero3", "--price=3"]
+    done = subprocess.run(["./bench.sh", *words], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = done.stdout
     [page] = (tree / "out" / "bench").glob("modes_*.md")
     assert page.read_text() == text
     head = text.splitlines()[0]
@@ -108,9 +114,10 @@ def test_modes(tree):
         assert value(row["computed ms"]) == pytest.approx(step_ms - waited_ms, abs=1)
         hours = 2 * 1e9 / value(row["tokens/s"]) / 3600
         assert value(row["device hours per 10^9 tokens"]) == pytest.approx(hours, rel=0.02)
-    for what in ("modes", page.with_suffix(".jsonl")):
-        assert bench(tree, "table", what) == text
-    assert "at 5.0 a device hour" in bench(tree, "table", "modes", "--price=5")
+    with mock.patch("bench.tables.BENCH", page.parent):
+        for what in ("modes", page.with_suffix(".jsonl")):
+            assert call(capsys, bench_main, "table", what) == (0, text, "")
+        assert "at 5.0 a device hour" in call(capsys, bench_main, "table", "modes", "--price=5")[1]
 
 
 @pytest.mark.parametrize("n, worlds, labels", [(1, (1, 2, 3), ("hashes", "times")),
@@ -235,15 +242,6 @@ def test_names_of_one_second_differ(tmp_path):
 
 # -------------------------------------------------------------------------------------------------
 # programs
-
-def call(capsys, module, *words):
-    """-> (exit status, stdout, stderr) of a program's main in this process."""
-    with mock.patch.object(sys, "argv", [f"{module.__name__}.py", *map(str, words)]):
-        try:
-            status = module.main()
-        except SystemExit as error:
-            status = error.code
-    return status, *capsys.readouterr()
 
 
 def number(cell):

@@ -146,7 +146,7 @@ ORDERS = {"in_order": Registered.USE, "embedding_last": (*Registered.USE[1:], "f
           "backwards": Registered.USE[::-1]}
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_order_of_use(order, wrapper):

@@ -317,8 +317,8 @@ def test_commands_find_checks():
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0"]
     listing = subprocess.run([*words, "tests", "dropin", "judge"], cwd=ROOT, text=True,
                              capture_output=True).stdout.splitlines()
-    rows = subprocess.run([sys.executable, ROOT / "verify.py", "--list"], text=True,
-                          capture_output=True).stdout.splitlines()
+    listed = run_train(None, plant=partial(run_alone, ROOT, "verify.py", "--list"), argv=[])
+    rows = listed.stdout[0].splitlines()
     text = "\n".join(path.read_text() for path in PAGES.values())
     commands = re.findall(r"`((?:python verify\.py|pytest|python -m pytest)[^`]*)`", text)
     assert len(commands) > 30, f"{len(commands)} commands"

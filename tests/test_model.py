@@ -266,7 +266,7 @@ def test_blocks_and_loss_are_two_graphs(wrapper):
     """compile_blocks: without a break, and all blocks are one, although torch has more than eight
     of a function run uncompiled; in an evaluation, which has no gradients, two more. Hooks of a
     wrapper are between them, or do nothing inside."""
-    gpt = small_gpt(n_layer=12)
+    gpt = small_gpt(n_layer=9)
     torch.compiler.reset()
     counters.clear()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend="eager")):

@@ -620,7 +620,7 @@ def agent(folder, plant, n_ranks, n_nodes, port, **options):
     print is in the folder."""
     config = LaunchConfig(min_nodes=1, max_nodes=n_nodes, nproc_per_node=n_ranks, run_id="tests",
                           rdzv_backend="c10d", rdzv_endpoint=f"localhost:{port}", max_restarts=3,
-                          rdzv_configs=dict(last_call_timeout=1, keep_alive_interval=2),
+                          rdzv_configs=dict(last_call_timeout=1, keep_alive_interval=1),
                           monitor_interval=0.1, start_method="fork")
     os.setpgid(0, 0)  # to be killed together with its ranks
     os.dup2(os.open(f"{folder}/agent", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
