@@ -24,7 +24,8 @@ from tests.common import ROOT
 from tests.runs import finish, run_alone, run_train
 from zero import Zero1, Zero3
 
-PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")),
+                                      ROOT / "tests" / "PROMISES.md")}
 
 
 def blocks_of(page, language):
