@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.common import native
 from tests.ranks import on_ranks
-from tests.test_book import STAGES, WRAPPERS
+from tests.test_book import Net, STAGES, WRAPPERS
 from verify import bytes_alive, elements_sent
 from zero import Zero3
 
@@ -220,6 +220,17 @@ def test_traffic(is_native, wrapper):
                               (step, one_step - (wrapper in ("zero1", "zero2")))):
             actual = sends(act)
             assert abs(actual - expected) < 0.01, f"{act.__name__}: {actual:.3f}, not {expected}"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", STAGES)
+def test_full_parameters_gather_a_bucket_once(wrapper):
+    module = Net()
+    psi = sum(p.numel() for p in module.parameters())
+    model = STAGES[wrapper](module)
+    with elements_sent() as sent:
+        dict(model.full_parameters())
+    assert sum(sent) < psi, f"{sum(sent)} elements, of {psi}"  # half of them, and padding
 
 
 @on_ranks(2)

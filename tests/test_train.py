@@ -179,6 +179,10 @@ def promised(folder, result, W, mode, max_steps, shard_size=None, profile=0, **o
         assert is_skipped == (None in (entry["loss"], entry["grad_norm"])), entry
         assert METRICS <= entry.keys() and entry["mem_bytes"] > 1e8, entry
         assert 0 <= (entry["comm_exposed_ms"] or 0) <= entry["step_ms"], entry
+        tokens = 16 * options.get("global_batch_size", 2)
+        rate = tokens / (entry["step_ms"] / 1e3)
+        assert abs(entry["tokens_per_sec"] / rate - 1) < 1e-9, f"{rate} tokens/s: {entry}"
+        assert entry["mfu"] is None, "a CPU's peak is not known"
     assert_ranks_are_summed_up(entries[-1], W)
     loss, val_loss = entries[0]["loss"], entries[0]["val_loss"]
     assert abs(loss - val_loss) < 1, f"in step 1 loss is {loss}, and val_loss {val_loss}"
