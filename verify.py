@@ -15,8 +15,9 @@ wrappers are held against the same loop: at W = 2 they are equal, too, and above
 order. After that come the bits of oracle.py, and the formulas of the ZeRO paper: how many bytes a
 rank holds, and how many elements it sends.
 
-How to prove it wrong: change a sign, an order or a wait in ddp.py or zero.py, and a row fails. Or
-write a module that all rows take, and that a rank trains otherwise than one process does.
+How to prove it wrong: write a module that all rows take, and that W ranks train otherwise than one
+process does. And how to see that rows can fail: change a sign, or the order of a sum, in ddp.py or
+zero.py. (What goes on after an error, and other scripts than a plain loop, are in tests/.)
 """
 
 import argparse
@@ -24,12 +25,12 @@ import dataclasses
 import functools
 import gc
 import hashlib
-import importlib.util
 import itertools
 import multiprocessing
 import os
 import pathlib
 import pickle
+import runpy
 import signal
 import sys
 import tempfile
@@ -37,7 +38,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from unittest import mock
 
@@ -60,7 +61,7 @@ MAX_NORM = 0.05  # less than most norms
 SMALL_MB = 0.001  # buckets of 1 kB stand for those of 25 MB, since the modules are tiny
 OURS = {"ddp": DDP, "zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
 TORCHS = ("torch ddp", "torch zero1", "fsdp2")
-OWN_FIRST = ("ddp", "zero1", "torch ddp", "torch zero1")  # see `reference`
+OWN_FIRST = ("ddp", "zero1", "torch ddp", "torch zero1")  # they average once in a step
 
 
 # -------------------------------------------------------------------------------------------------
@@ -68,7 +69,8 @@ OWN_FIRST = ("ddp", "zero1", "torch ddp", "torch zero1")  # see `reference`
 
 
 def rows(tasks: list[str], is_own: bool):
-    """-> (claim, W, check, its arguments) of each row. tasks: keys of TASKS, or a file."""
+    """-> (claim, W, check, its arguments) of each row. tasks: keys of TASKS, or the path of a
+    file alone."""
     claim = "W ranks, in any wrapper of ours, end on the bits of one process that runs a plain loop"
     for W, wrapper, micro_steps in itertools.product((1, 2, 3, 4), OURS, (1, 2)):
         yield claim, W, bits_of_one_process, (wrapper, micro_steps, tasks)
@@ -82,7 +84,7 @@ def rows(tasks: list[str], is_own: bool):
         yield "In bf16 the stages end on the bits of FSDP2", 2, bits_of_fsdp2_in_bf16, (wrapper,)
     for W, wrapper in itertools.product((2, 3), OURS):
         yield "They end on the bits of oracle.py", W, bits_of_the_oracle, (wrapper,)
-    claim = "A rank holds and sends what the ZeRO paper says"
+    claim = "A rank holds after a step, and sends in it, what the ZeRO paper says"
     for W, wrapper, micro_steps in itertools.product((2, 3), OURS, (1, 2)):
         yield claim, W, formulas_of_the_paper, (wrapper, micro_steps)
 
@@ -121,8 +123,8 @@ def gpt_loss(model, step, number):
 
 class Odd(nn.Module):
     """What wrappers stumble over: a weight that two blocks and the root share, frozen parameters, a
-    transposed one, one in channels_last, one without dimensions, sizes that no W divides; and
-    blocks that are called in another order than they are registered in, one of them twice."""
+    buffer, a transposed parameter, one in channels_last, one without dimensions, sizes that no W
+    divides; and blocks that are called in another order than they are registered in, one twice."""
 
     def __init__(self):
         super().__init__()
@@ -130,10 +132,11 @@ class Odd(nn.Module):
         for _ in range(4):
             self.blocks.append(nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 7), nn.Tanh()))
         self.blocks[3][1].weight = self.blocks[0][1].weight
-        self.blocks[1][0].requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
         self.blocks[2][1].weight = nn.Parameter(self.blocks[2][1].weight.detach().T)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.wide = nn.Linear(7, 1001)
+        self.register_buffer("shift", torch.randn(7))
         self.image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
 
     def some(self, x, order):
@@ -142,6 +145,7 @@ class Odd(nn.Module):
         return x
 
     def ends(self, x):
+        x = x + self.shift
         image = self.image * x[:4, :5]
         wide = self.wide(x @ self.blocks[0][1].weight)
         return image.square().mean() + (self.scale * wide).square().mean()
@@ -258,7 +262,7 @@ def distributed(task: Task, wrapper: str, micro_steps: int, **options) -> dict[s
 def wrapped(task: Task, wrapper: str, param_dtype: torch.dtype | None = None):
     """-> a model, and its optimizer."""
     module = task.module().to(device())
-    units = find_units(module) if task.units is None else list(task.units(module))
+    units = units_of(task, module)
     if wrapper == "ddp":
         model = DDP(module, bucket_cap_mb=SMALL_MB)
     elif wrapper in OURS:
@@ -275,9 +279,14 @@ def wrapped(task: Task, wrapper: str, param_dtype: torch.dtype | None = None):
     return model, adamw(trained)
 
 
+def units_of(task: Task, module: nn.Module) -> list[nn.Module]:
+    return find_units(module) if task.units is None else list(task.units(module))
+
+
 def fsdp2(module, units, param_dtype):
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # of outputs that are views
-    oracle.broadcast_parameters(module)  # which is left to the user
+    for t in (*module.parameters(), *module.buffers()):
+        dist.broadcast(t.data, src=0)  # which is left to the user
     for part in (*units, module):
         fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32))
     return module
@@ -336,7 +345,8 @@ def bits_of_one_process(wrapper: str, micro_steps: int, tasks: list[str]):
 def bits_of_fsdp2_in_bf16(wrapper: str):
     """Parameters and gradients are bf16, shards, sums and the optimizer fp32."""
     expected = distributed(TASKS["gpt"], "fsdp2", 1, param_dtype=torch.bfloat16)
-    compare(expected, distributed(TASKS["gpt"], wrapper, 1, param_dtype=torch.bfloat16))
+    actual = distributed(TASKS["gpt"], wrapper, 1, param_dtype=torch.bfloat16)
+    compare(expected, actual, "gpt")
 
 
 def bits_of_the_oracle(wrapper: str):
@@ -380,8 +390,10 @@ def formulas_of_the_paper(wrapper: str, micro_steps: int):
     sends = sum(sent) / psi / (1 - 1 / W)
     expected = {"ddp": (16, 2), "zero1": (8 + 8 / W, 2), "zero2": (4 + 12 / W, n + 1),
                 "zero3": (16 / W, n * (2 + again))}
-    for actual, right, what in zip((held, sends), expected[wrapper], ("bytes", "elements sent")):
-        assert abs(actual / right - 1) < 0.02, f"{actual:.3f} {what}, expected {right:.3f}"
+    for actual, right, what in zip((held, sends), expected[wrapper], ("held", "sent")):
+        unit = "bytes" if what == "held" else "elements"
+        assert abs(actual / right - 1) < 0.02, (
+            f"{actual:.3f} {unit} a parameter {what}, expected {right:.3f}")
 
 
 def bytes_alive() -> int:
@@ -437,6 +449,8 @@ def compare(expected: dict[str, Tensor], actual: dict[str, Tensor], where: str =
     right, found = expected[wrong[0]], actual[wrong[0]]
     if right.shape != found.shape or right.dtype != found.dtype:
         fact = f"is {found.shape} {found.dtype}, expected is {right.shape} {right.dtype}"
+    elif right.isnan().any():
+        fact = "has nan in one process, too"
     elif found.isnan().any():
         fact = "has nan: it was read before it was there, or never written"
     else:
@@ -467,24 +481,31 @@ def run(W: int, function: Callable, *arguments, kind: str = "cpu", seconds: floa
             words = rank, W, folder, kind, function, arguments
             processes.append(context.Process(target=be_rank, args=words))
             processes[-1].start()
+        files = [pathlib.Path(folder, str(rank)) for rank in range(W)]
         end_s = time.monotonic() + seconds
         alive = processes
-        while alive and time.monotonic() < end_s:
-            time.sleep(0.002)
-            alive = [process for process in processes if process.is_alive()]
-            if any(process.exitcode for process in processes):  # others may wait for it for ever
-                end_s = min(end_s, time.monotonic() + 1)
-        for process in alive:
-            process.kill()
-        for process in alive:
-            process.join()
+        try:
+            while alive and time.monotonic() < end_s:
+                time.sleep(0.002)
+                alive = [process for process in processes if process.is_alive()]
+                if any(process.exitcode for process in processes):  # others may wait for it
+                    end_s = min(end_s, time.monotonic() + 1)
+            # Those that have not answered. The others wait for them, or raise as they are killed.
+            late = []
+            for rank, process in enumerate(processes):
+                if process in alive and not files[rank].exists():
+                    late.append(rank)
+        finally:  # also if this process is told to end
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
         answers, errors = [], []
         for rank, process in enumerate(processes):
-            file = pathlib.Path(folder, str(rank))
-            if process in alive:  # asked first: it may have raised, too, as another one was killed
+            if rank in late:
                 errors.append((float("inf"), f"rank {rank} hangs: killed after {seconds} s"))
-            elif file.exists():
-                ended_s, error, answer = pickle.loads(file.read_bytes())
+            elif files[rank].exists():
+                ended_s, error, answer = pickle.loads(files[rank].read_bytes())
                 answers.append(answer)
                 if error is not None:
                     errors.append((ended_s, f"rank {rank}: {error}"))
@@ -499,32 +520,42 @@ def run(W: int, function: Callable, *arguments, kind: str = "cpu", seconds: floa
 def be_rank(rank, W, folder, kind, function, arguments):
     gc.freeze()  # a collection would touch, and so copy, all that the parent has
     torch.set_num_threads(1)
-    # New memory is nan: who reads what was never written is seen. And an accelerator adds in one
-    # order.
+    # An accelerator adds in one order. And new memory is nan: who reads what was never written is
+    # seen.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    answer = error = None
+    is_error = False
     try:
         backend = dist.get_default_backend_for_device(oracle.take_device(kind, rank, W))
         store = dist.FileStore(f"{folder}/store", W)
         dist.init_process_group(backend, store=store, rank=rank, world_size=W,
                                 timeout=timedelta(seconds=20))
         answer = function(*arguments)
-        if backend == "gloo":
-            dist.barrier()  # it may abort a rank if another one leaves before it
-        dist.destroy_process_group()
+        message = pickle.dumps((time.monotonic(), None, answer))
     except BaseException as raised:  # also of sys.exit()
-        frames = traceback.extract_tb(raised.__traceback__)
-        place = [frame for frame in frames if "site-packages" not in frame.filename][-1]
-        text = " ".join(str(raised).split())  # in a line
-        error = (f"{type(raised).__name__}: {text} ({place.name}, "
-                 f"{pathlib.Path(place.filename).name}:{place.lineno})")
+        is_error = True
+        message = pickle.dumps((time.monotonic(), in_a_line(raised), None))
     file = pathlib.Path(folder, f"new{rank}")
-    file.write_bytes(pickle.dumps((time.monotonic(), error, answer)))
+    file.write_bytes(message)
     file.rename(f"{folder}/{rank}")  # so it is whole, or not there
+    if not is_error:
+        with suppress(RuntimeError):  # another rank has failed, and says so itself
+            if backend == "gloo":
+                dist.barrier()  # it may abort a rank if another one leaves before it
+            dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(error is not None)
+    os._exit(is_error)
+
+
+def in_a_line(error: BaseException) -> str:
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if "site-packages" not in frame.filename and not frame.filename.startswith("<frozen"):
+            frames.append(frame)
+    text = " ".join(str(error).split())
+    file = pathlib.Path(frames[-1].filename).name
+    return f"{type(error).__name__}: {text} ({frames[-1].name}, {file}:{frames[-1].lineno})"
 
 
 def device() -> torch.device:
@@ -544,23 +575,40 @@ def task_of(name: str) -> Task:
     its own, before ours, as if Python had started it."""
     if name in TASKS:
         return TASKS[name]
-    sys.path.insert(0, str(pathlib.Path(name).resolve().parent))
+    sys.path.insert(0, os.path.dirname(name))
     for ours in ("oracle", "ddp", "model", "zero"):
         sys.modules.pop(ours, None)
-    spec = importlib.util.spec_from_file_location("own", name)
-    own = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(own)
-    return Task(own.module, own.loss, getattr(own, "units", None))
+    own = runpy.run_path(name, run_name="own")
+    for function in ("module", "loss"):
+        if function not in own:
+            raise ValueError(f"it has no function {function}()")
+    return Task(own["module"], own["loss"], own.get("units"))
 
 
 def try_out(name: str):
-    """One backward of a file's module, before it meets all rows."""
+    """Refuse a file's module if rows would say of it what is not true."""
     task = task_of(name)
     module = task.module().to(device())
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("its module has no parameters to train")
+    if not units_of(task, module):
+        raise ValueError("its module has no ModuleList: write units(module), a list of its parts")
+    for parameter, p in trained.items():
+        if p.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{parameter} is {p.dtype}: bits are promised in fp32")
     task.loss(module, 0, 0).backward()
-    for parameter, p in module.named_parameters():
-        if p.requires_grad and p.grad is None:
+    for parameter, p in trained.items():
+        if p.grad is None:
             raise ValueError(f"the loss does not use {parameter}: freeze it")
+
+    def loss_of_other_random_numbers(model, step, number):
+        torch.manual_seed(number)  # who has a seed of his own for them sees nothing of this
+        return task.loss(model, step, number)
+
+    again = dataclasses.replace(task, loss=loss_of_other_random_numbers)
+    compare(reference(task, 1, 2, False), reference(again, 1, 2, False),
+            "trained twice in one process, seeded once")
 
 
 def main() -> int:
@@ -572,7 +620,8 @@ def main() -> int:
     parser.add_argument("--device", metavar="KIND", default="cpu",
                         help="cpu, or an accelerator, such as cuda: ranks share it [cpu]")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all, not one row
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # all, and not one row
     kinds = ["cpu"]
     if options.device != "cpu":
         [kinds] = run(1, oracle.kinds_of_devices)  # if this process asked, no rank could use one
@@ -581,9 +630,9 @@ def main() -> int:
                        f"{' or '.join(kinds)}\n")
     tasks = list(TASKS)
     if options.module is not None:
-        tasks = [options.module]
+        tasks = [os.path.abspath(options.module)]
         try:
-            run(1, try_out, options.module, kind=options.device)
+            run(1, try_out, *tasks, kind=options.device)
         except Failure as failure:
             parser.exit(2, f"verify.py: {options.module}: {failure}\n")
     begun_s = time.monotonic()

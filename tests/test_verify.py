@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -41,7 +42,7 @@ BREAKS = [
     ("ddp.py", "addends = [earlier, *addends]", "pass", "W=2 zero2 2", "gradient of .* norm 0"),
     ("zero.py", "own.copy_(self.chunk)", "pass", "W=2 zero3 1", "has nan: it was read before"),
     ("zero.py", "self.chunk = self.chunk.clone()", "pass", "paper W=3 zero3 1",
-     "bytes, expected 5.333"),
+     "bytes a parameter held, expected 5.333"),
     ("oracle.py", "total = total + addend", "total = total - addend", "oracle W=2 zero1",
      "the hash is .*, that of oracle.py is ")]
 
@@ -88,9 +89,11 @@ def net():
     ("x = x + (dist.get_world_size() == 2 and dist.get_rank() == 1)", ["--module", "own.py", "W=2"],
      1, "FAILED  bits_of_one_process W=2 ddp 1: rank "),
     ("raise OSError('gone')", ["--module", "own.py"], 2, "own.py: rank 0: OSError: gone (loss, "),
-    ("model.extra = torch.nn.Parameter(x)", ["--module", "own.py"], 2, "does not use extra: "),
+    ("return model[0](x).square().mean()", ["--module", "own.py"], 2, "does not use 2.weight: "),
+    ("x = torch.nn.functional.dropout(x)", ["--module", "own.py"], 2, "seeded once: "),
+    ("x = x / (number - 1)", ["--module", "own.py"], 2, "has nan in one process, too"),
     ("", ["--module", "none.py"], 2, "none.py: rank 0: FileNotFoundError"),
-    ("", ["--module", "model.py"], 2, "no attribute 'module'"),
+    ("", ["--module", "model.py"], 2, "it has no function module()"),
     ("", ["--device", "abacus"], 2, "--device abacus is not on this machine: choose cpu"),
     ("", ["one_process W=9"], 2, "no row has a name with one_process W=9"),
     ("", ["bits_of_one_process W=1 zero1 1"], 0, "\n1 passed, 0 failed"),
@@ -112,10 +115,57 @@ def test_words(more, words, status, fact, tmp_path, monkeypatch, capfd):
     assert status < 2 or len(errors.splitlines()) == 1, errors
 
 
-def on_rank_1(act):
+OTHER = """
+import torch
+
+def module():
+    return {module}
+
+def units(module):
+    return {units}
+
+def loss(model, step, number):
+    return model(torch.ones(2, 4)).square().mean()
+"""
+
+
+@pytest.mark.parametrize(("module", "units", "fact"), [
+    ("torch.nn.Tanh()", "[]", "no parameters to train"),
+    ("torch.nn.Linear(4, 4)", "[]", r"write units\(module\)"),
+    ("torch.nn.Linear(4, 4, dtype=torch.complex64)", "[module]", "weight is torch.complex64")])
+def test_modules_that_no_row_can_tell(module, units, fact, tmp_path):
+    (tmp_path / "own.py").write_text(OTHER.format(module=module, units=units))
+    raises(verify.Failure, fact, verify.run, 1, verify.try_out, f"{tmp_path}/own.py")
+
+
+KILLED = """
+import os
+import time
+
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all(number, tmp_path):
+    """Ranks, too, and the folder where they meet."""
+    (tmp_path / "own.py").write_text(KILLED)
+    words = [sys.executable, ROOT / "verify.py", "--module", "own.py"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as started:
+        rank = int(started.stdout.readline())
+        started.send_signal(number)
+        assert started.wait(20) == 128 + number
+    raises(ProcessLookupError, "", os.kill, rank, 0)
+    assert [*tmp_path.iterdir()] == [tmp_path / "own.py"]
+
+
+def on_rank_1(act, others_wait=False):
     if dist.get_rank() == 1:
         act()
-    dist.barrier()
+    if others_wait:
+        dist.barrier()
     return dist.get_rank()
 
 
@@ -131,28 +181,29 @@ def hang():
     time.sleep(60)
 
 
-def wait_for_each_other():
-    dist.recv(torch.zeros(1), src=0)
-
-
 def exit_early():
     sys.exit(3)
 
 
-@pytest.mark.parametrize(("act", "fact"), [
-    (fail, r"^rank 1: ZeroDivisionError: planted in lines \(fail, test_verify.py:\d+\)$"),
-    (die, "^rank 1 has died, with status -9$"), (hang, "^rank [01] hangs: killed after 2 s$"),
-    (wait_for_each_other, "^rank [01] hangs: killed after 2 s$"),
-    (exit_early, r"^rank 1: SystemExit: 3 \(exit_early")])
-def test_ranks_that_fail(act, fact):
+FAILED = r"^rank 1: ZeroDivisionError: planted in lines \(fail, test_verify.py:\d+\)$"
+DIED = "^rank 1 has died, with status -9$"
+
+
+@pytest.mark.parametrize(("act", "others_wait", "fact"), [
+    (fail, False, FAILED), (fail, True, FAILED), (die, False, DIED), (die, True, DIED),
+    (hang, False, "^rank 1 hangs: killed after 2 s$"),
+    (hang, True, "^rank [01] hangs: killed after 2 s$"),
+    (exit_early, True, r"^rank 1: SystemExit: 3 \(exit_early")])
+def test_ranks_that_fail(act, others_wait, fact):
     """They fail by name, in time, whatever others say of it."""
     begun_s = time.monotonic()
-    raises(verify.Failure, fact, verify.run, 2, on_rank_1, act, seconds=2)
+    raises(verify.Failure, fact, verify.run, 2, on_rank_1, act, others_wait, seconds=2)
     assert time.monotonic() - begun_s < 6
 
 
 def test_ranks_answer():
     assert verify.run(3, on_rank_1, print) == [0, 1, 2]
+    raises(verify.Failure, "^rank 0: .*pickle", verify.run, 1, lambda: lambda: 0)
 
 
 def test_differences_are_told():

@@ -167,7 +167,7 @@ def test_what_cannot_be_counted_is_said(mine, more, fact):
 
 
 @pytest.mark.parametrize("more, outcome, fact", [
-    pytest.param("time.sleep(60 * dist.get_rank())", "hung", "rank 0 hangs: killed after 3 s",
+    pytest.param("time.sleep(60 * dist.get_rank())", "hung", "rank 1 hangs: killed after 3 s",
                  id="hung"),
     pytest.param("dist.get_rank() and os._exit(0)", "died", "rank 1 has died", id="died"),
     pytest.param("[p.grad + p for p in model.parameters()]", "died", "TypeError: unsupported",
