@@ -432,7 +432,7 @@ class Folder:
         """The checkpoints: the number of the step has eight digits."""
         return sorted(self.path.glob("step_" + 8 * "[0-9]"), reverse=True)
 
-    def begin(self, step: int, best_step: int) -> bool:
+    def begin(self, step: int, best_step: int = 0) -> bool:
         """From here on the folder is this run's: bring it to where it was after a step; 0 for a run
         that begins anew -> whether there is a best checkpoint.
 

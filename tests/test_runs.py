@@ -533,7 +533,7 @@ def test_a_strange_lock_is_signed_anew(text, tmp_path):
     facts = dict(host=socket.gethostname(), pid=os.getpid(), step=0, launch=None,
                  has_begun=False)
     assert json.loads((tmp_path / ".lock").read_text()) == facts == folder.holder()
-    folder.begin(0, 0)
+    folder.begin(0)
     assert folder.holder() == dict(facts, has_begun=True)
     os.close(folder.lock)
 
