@@ -191,7 +191,7 @@ def reference(task: Task, W: int, micro_steps: int, own_first: bool) -> dict[str
         sums = [{} for _ in range(W if own_first else 1)]  # of each rank, or one of all
         for number in range(W * micro_steps):
             task.loss(module, step, number).backward()
-            add_gradients(trained, sums[number % len(sums)])
+            add_gradients(trained, sums[number % len(sums)])  # of rank number % W, or of all
         for name, p in trained.items():
             total = sums[0][name]
             for of_rank in sums[1:]:
@@ -304,7 +304,8 @@ def whole_parameters(model) -> dict[str, Tensor]:
 
 
 def whole_gradients(model) -> dict[str, Tensor]:
-    """Those of our shards are put in the place of the parameters, and gathered like them."""
+    """Gradients of our shards are put in the place of the shards for a moment, and gathered as
+    these are."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not isinstance(model, Zero1):
         return {name.removeprefix("module."): whole(p.grad) for name, p in trained.items()}
@@ -322,9 +323,9 @@ def clip_whole(model):
         model.clip_grad_norm_(MAX_NORM)
         return
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    factor = clip([whole(gradient) for gradient in gradients])  # of FSDP2's: copies
+    factor = clip([whole(gradient) for gradient in gradients])
     for gradient in gradients:
-        if hasattr(gradient, "to_local"):
+        if hasattr(gradient, "to_local"):  # FSDP2's: what was clipped is a copy of all of it
             gradient.to_local().mul_(factor)
 
 
@@ -390,10 +391,9 @@ def formulas_of_the_paper(wrapper: str, micro_steps: int):
     sends = sum(sent) / psi / (1 - 1 / W)
     expected = {"ddp": (16, 2), "zero1": (8 + 8 / W, 2), "zero2": (4 + 12 / W, n + 1),
                 "zero3": (16 / W, n * (2 + again))}
-    for actual, right, what in zip((held, sends), expected[wrapper], ("held", "sent")):
-        unit = "bytes" if what == "held" else "elements"
-        assert abs(actual / right - 1) < 0.02, (
-            f"{actual:.3f} {unit} a parameter {what}, expected {right:.3f}")
+    facts = "bytes a parameter held", "(W-1)/W Psi elements sent"
+    for actual, right, fact in zip((held, sends), expected[wrapper], facts):
+        assert abs(actual / right - 1) < 0.02, f"{actual:.3f} {fact}, expected {right:.3f}"
 
 
 def bytes_alive() -> int:
@@ -655,7 +655,8 @@ def main() -> int:
                 line = f"ok      {name}"
             except Failure as failure:
                 line = f"FAILED  {name}: {failure}"
-                if options.module is None or arguments[0] in OURS:
+                wrapper = arguments[0]
+                if options.module is None or wrapper in OURS:
                     failures.append(line)
                 else:  # torch's wrappers do not take every module
                     line = f"not counted  {name}: {failure}"
