@@ -1,4 +1,4 @@
-"""How bytes are measured: of which modules, in which steps, by what. training.py has formulas."""
+"""How bytes are measured: of which module, and by what. training.py has formulas."""
 
 import gc
 import re
@@ -16,7 +16,7 @@ from verify import device
 
 
 # -------------------------------------------------------------------------------------------------
-# modules
+# a module
 
 
 class Chain(nn.Module):
@@ -40,121 +40,6 @@ class Chain(nn.Module):
         else:
             x = self.some(x, n)
         return x.square().mean() * self.scale.square().mean()
-
-
-class Registered(nn.Module):
-    """An embedding and six blocks of its size. It uses its parts in the order of USE, and has
-    registered them in that of names."""
-
-    USE = ("first", "down_0", "down_1", "middle_0", "middle_1", "up_0", "up_1")
-    WIDTH = 64
-
-    def __init__(self, names):
-        super().__init__()
-        parts = {"first": nn.Embedding(self.WIDTH, self.WIDTH)}
-        for name in self.USE[1:]:
-            parts[name] = nn.Linear(self.WIDTH, self.WIDTH, bias=False)
-        for name in names:
-            self.add_module(name, parts[name])
-
-    def units(self):
-        return [self.get_submodule(name) for name in self.USE[1:]]
-
-    def forward(self, idx):
-        x = self.first(idx)
-        for unit in self.units():
-            x = unit(x).tanh()
-        return x.square().mean()
-
-
-IN_ANOTHER_ORDER = {
-    "embedding_last": (*Registered.USE[1:], "first"),
-    "middle_last": ("first", "down_0", "down_1", "up_0", "up_1", "middle_0", "middle_1"),
-    "backwards": Registered.USE[::-1]}
-
-
-def second_step(wrap, names):
-    """What the second step of `Registered` shows, in which the order of use is known: (elements
-    that a rank receives, messages, the part of the gradients that come after the first bucket was
-    launched, bytes held after a step, bytes more when the last block goes back)."""
-    before = live_bytes()
-    module = Registered(names).to(device())
-    came, received = [], []
-    for p in module.parameters():
-        p.register_hook(lambda gradient: came.append(gradient.numel()))
-    model = wrap(module)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    bytes_at = {}
-
-    def note(operation, tensors):
-        received.append(part_of_others(operation) * tensors[0].numel())
-
-    def note_bytes(*_):
-        bytes_at["backward"] = live_bytes() - before
-
-    def step():
-        model(torch.arange(4, device=device())).backward()
-        optimizer.step()
-        bytes_at["step"] = live_bytes() - before
-        optimizer.zero_grad()
-
-    step()
-    hook = module.down_0.register_full_backward_hook(note_bytes)
-    step()
-    hook.remove()
-    launched = []
-    start = "_start_reduce" if hasattr(model, "_start_reduce") else "_start_reduction"
-    real = getattr(model, start)
-
-    def start_reduction(bucket):
-        launched.append(sum(came))
-        real(bucket)
-
-    came.clear()
-    with every_collective(note), mock.patch.object(model, start, start_reduction):
-        step()
-    overlapped = 1 - launched[0] / sum(came)
-    return sum(received), len(received), overlapped, bytes_at["step"], bytes_at["backward"]
-
-
-# -------------------------------------------------------------------------------------------------
-# what a step may be: functions of a wrapper and its inputs
-
-
-def one_step(model, x):
-    model(x).backward()
-
-
-def unsynced_step(model, x):
-    with model.no_sync():
-        model(x).backward()
-
-
-def evaluation(model, x):
-    with torch.no_grad():
-        model(x)
-
-
-def one_unit(model, x):
-    model.module.units[3](x)
-
-
-def four_micro_steps(model, x):
-    for _ in range(4):
-        model(x).backward()
-
-
-def four_of_which_one_is_synced(model, x):
-    with model.no_sync():
-        for _ in range(3):
-            model(x).backward()
-    model(x).backward()
-
-
-def four_announced(model, x):
-    for micro_step in range(4):
-        model.set_is_last_backward(micro_step == 3)
-        model(x).backward()
 
 
 # -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +15,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dropin.tests.wrappers import (
     adafactor, foreach, Lamb, muon, sgd, training, WITHOUT_GUARDS, WRAPPERS)
-from judge.measure import (
-    Chain, evaluation, every_collective, four_announced, four_micro_steps,
-    four_of_which_one_is_synced, IN_ANOTHER_ORDER, live_bytes, one_step, one_unit, part_of_others,
-    Registered, second_step, unsynced_step)
+from judge.measure import Chain, every_collective, live_bytes, part_of_others
 from judge.training import (
     compare, distributed, formula_of_bytes, formula_of_traffic, no_sync, ORDERS, redundancy,
     same_bits, STAGES, SUMS)
 from judge.zoo import Block, MODULES, Odd
+from tests import test_costs
 from tests.common import native, planted, raises
 from tests.ranks import on_ranks
+from verify import device
 
 
 # -------------------------------------------------------------------------------------------------
@@ -235,6 +235,85 @@ def test_guards_change_nothing(wrapper, modules, options):
 # bytes
 
 
+def one_step(model, x):
+    model(x).backward()
+
+
+def unsynced_step(model, x):
+    with model.no_sync():
+        model(x).backward()
+
+
+def evaluation(model, x):
+    with torch.no_grad():
+        model(x)
+
+
+def one_unit(model, x):
+    model.module.units[3](x)
+
+
+def four_micro_steps(model, x):
+    for _ in range(4):
+        model(x).backward()
+
+
+def four_of_which_one_is_synced(model, x):
+    with model.no_sync():
+        for _ in range(3):
+            model(x).backward()
+    model(x).backward()
+
+
+def four_announced(model, x):
+    for micro_step in range(4):
+        model.set_is_last_backward(micro_step == 3)
+        model(x).backward()
+
+
+def second_step(wrap, names):
+    """What the second step of such a module shows, in which the order of use is known: (elements
+    that a rank receives, messages, the part of the gradients that come after the first bucket was
+    launched, bytes held after a step, bytes more when the last block goes back)."""
+    before = live_bytes()
+    module = test_costs.Registered(names).to(device())
+    came, received = [], []
+    for p in module.parameters():
+        p.register_hook(lambda gradient: came.append(gradient.numel()))
+    model = wrap(module)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    bytes_at = {}
+
+    def note(operation, tensors):
+        received.append(part_of_others(operation) * tensors[0].numel())
+
+    def note_bytes(*_):
+        bytes_at["backward"] = live_bytes() - before
+
+    def step():
+        model(torch.arange(4, device=device())).backward()
+        optimizer.step()
+        bytes_at["step"] = live_bytes() - before
+        optimizer.zero_grad()
+
+    step()
+    hook = module.down_0.register_full_backward_hook(note_bytes)
+    step()
+    hook.remove()
+    launched = []
+    real = model._start_reduction
+
+    def start_reduction(bucket):
+        launched.append(sum(came))
+        real(bucket)
+
+    came.clear()
+    with every_collective(note), mock.patch.object(model, "_start_reduction", start_reduction):
+        step()
+    overlapped = 1 - launched[0] / sum(came)
+    return sum(received), len(received), overlapped, bytes_at["step"], bytes_at["backward"]
+
+
 def mode_of(wrapper):
     return wrapper.removeprefix("plain ").partition(",")[0]
 
@@ -390,7 +469,7 @@ def test_order_of_use(wrapper):
     the first block come after that was launched. From the second step on, since the first shows the
     order of use."""
     W = dist.get_world_size()
-    n, block = len(Registered.USE), Registered.WIDTH**2
+    n, block = len(test_costs.Registered.USE), test_costs.UNIT
 
     def wrap(module):
         if wrapper == "ddp":  # a bucket for each block
@@ -403,8 +482,8 @@ def test_order_of_use(wrapper):
     whole = 3 if wrapper == "zero3" else 0
     keeps_gradients = wrapper in ("ddp", "zero1")
     more = whole + (1 if keeps_gradients else 2 + 2 * (W - 1) / W) + 0.3  # as in test_memory
-    in_order = second_step(wrap, Registered.USE)
-    for order, names in IN_ANOTHER_ORDER.items():
+    in_order = second_step(wrap, test_costs.Registered.USE)
+    for order, names in test_costs.ORDERS.items():
         otherwise = second_step(wrap, names)
         received, messages, overlapped, after_step, backward = otherwise
         assert 0 <= received - elements <= 16 * n, (  # what ranks agree on are some integers

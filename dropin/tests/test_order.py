@@ -17,8 +17,9 @@ from dropin.tests.scripts import of_each
 from dropin.tests.test_plain import IDX, Shared, step_of
 from dropin.tests.wrappers import PLAIN
 from dropin.zero import PlainZero3, Zero3
-from judge.measure import every_collective, IN_ANOTHER_ORDER, live_bytes, Registered
+from judge.measure import every_collective, live_bytes
 from judge.training import STAGES
+from tests import test_costs
 from tests.common import native, planted, raises
 from tests.ranks import on_ranks
 
@@ -264,8 +265,8 @@ def test_ddp_frees_old_buckets():
 def test_ddp_fills_buckets_anew():
     """Those of a module registered in order: none has parameters from both ends of it."""
     actual = []
-    for names in (Registered.USE, *IN_ANOTHER_ORDER.values()):
-        model = DDP(Registered(names), bucket_cap_mb=0.035)
+    for names in test_costs.ORDERS.values():
+        model = DDP(test_costs.Registered(names), bucket_cap_mb=0.035)
         model(torch.arange(4)).backward()
         actual.append([{slot.fqn for slot in bucket.slots} for bucket in model._buckets])
     assert len(actual[0]) == 4 and all(each == actual[0] for each in actual), actual
