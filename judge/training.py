@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp
@@ -115,11 +114,6 @@ def clip_by_hand(gradients, divide_by, max_norm=MAX_NORM):
     for gradient in gradients:
         gradient.mul_(factor.float())
     return norm
-
-
-def redundancy(parameters):
-    """AdamW whose states torch shards: its ZeRO-1."""
-    return adamw(parameters, kind=ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
 
 
 def make_optimizers(make, parameters):

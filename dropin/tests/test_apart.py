@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from dropin.tests.measure import every_collective
 from dropin.tests.scripts import ALL, Net, of_each, Script
 from dropin.tests.wrappers import WRAPPERS
-from judge.measure import every_collective
 from judge.training import gather, STAGES
 from tests.common import native, planted, raises
 from tests.ranks import on_ranks

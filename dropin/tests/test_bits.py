@@ -11,14 +11,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dropin.tests.measure import every_collective, part_of_others
 from dropin.tests.wrappers import (
     adafactor, foreach, Lamb, muon, sgd, training, WITHOUT_GUARDS, WRAPPERS)
-from judge.measure import Chain, every_collective, live_bytes, part_of_others
+from judge.measure import Chain, live_bytes
 from judge.training import (
-    compare, distributed, formula_of_bytes, formula_of_traffic, no_sync, ORDERS, redundancy,
-    same_bits, STAGES, SUMS)
+    adamw, compare, distributed, formula_of_bytes, formula_of_traffic, no_sync, ORDERS, same_bits,
+    STAGES, SUMS)
 from judge.zoo import Block, MODULES, Odd
 from tests import test_costs
 from tests.common import native, planted, raises
@@ -193,6 +195,11 @@ def test_bits_of_another_wrapper(other, wrapper, modules, options):
     for name in modules:
         expected = distributed(WRAPPERS[other], name, **options)
         same_bits(expected, distributed(WRAPPERS[wrapper], name, **options), f"{wrapper}, {name}")
+
+
+def redundancy(parameters):
+    """AdamW whose states torch shards: its ZeRO-1."""
+    return adamw(parameters, kind=ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
 
 
 @on_ranks(2)

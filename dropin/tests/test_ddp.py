@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dropin import ddp
 from dropin.ddp import DDP
+from dropin.tests.measure import every_collective
 from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
 from dropin.zero import cast_floats, Zero2
-from judge.measure import Chain, every_collective, live_bytes
+from judge.measure import Chain, live_bytes
 from judge.training import BF16, fresh, our_ddp, same_bits
 from judge.zoo import small_gpt
 from tests.common import native, planted, raises

@@ -129,7 +129,7 @@ def test_missing_rank_is_named(wrapper, missing):
     """Where a rank makes no forward or backward, or calls units in an order of its own, the others
     raise within the group's timeout, and name the bucket or unit that waits. Wrappers in a group of
     their own refuse to be copied."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     model = WRAPPERS[wrapper](fresh("lora"), process_group=group)
     rank, W = dist.get_rank(), dist.get_world_size()
     if missing == "order":
@@ -144,7 +144,7 @@ def test_missing_rank_is_named(wrapper, missing):
     if missing == "backward":
         act = act().backward
     if rank == W - 1:
-        time.sleep(2)  # alive, and that is all
+        time.sleep(3)  # alive, and that is all
     else:
         raises(RuntimeError, r"(first|last|layers\.\d)\b|the root", act)
 

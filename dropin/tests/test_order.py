@@ -13,11 +13,12 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from dropin.ddp import DDP, in_order_of_use, PlainDDP
+from dropin.tests.measure import every_collective
 from dropin.tests.scripts import of_each
 from dropin.tests.test_plain import IDX, Shared, step_of
 from dropin.tests.wrappers import PLAIN
 from dropin.zero import PlainZero3, Zero3
-from judge.measure import every_collective, live_bytes
+from judge.measure import live_bytes
 from judge.training import STAGES
 from tests import test_costs
 from tests.common import native, planted, raises

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from dropin.ddp import DDP, PlainDDP, TorchOptions, UnevenRanks
+from dropin.tests.measure import every_collective
 from dropin.tests.scripts import of_each
 from dropin.tests.wrappers import PLAIN
 from dropin.zero import PlainZero3, Zero1, Zero2, Zero3
-from judge.measure import Chain, every_collective
+from judge.measure import Chain
 from judge.training import gather
 from tests.common import on_meta, planted, raises
 from tests.ranks import on_ranks
