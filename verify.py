@@ -17,7 +17,7 @@ rank holds, and how many elements it sends.
 
 How to prove it wrong: write a module that all rows take, and that W ranks train otherwise than one
 process does. And how to see that rows can fail: change a sign, or the order of a sum, in ddp.py or
-zero.py. (What goes on after an error, and other scripts than a plain loop, are in tests/.)
+zero.py. (Scripts that are no plain loop, and what follows an error, are in tests/.)
 """
 
 import argparse
@@ -191,7 +191,7 @@ def reference(task: Task, W: int, micro_steps: int, own_first: bool) -> dict[str
         sums = [{} for _ in range(W if own_first else 1)]  # of each rank, or one of all
         for number in range(W * micro_steps):
             task.loss(module, step, number).backward()
-            add_gradients(trained, sums[number % len(sums)])  # of rank number % W, or of all
+            add_gradients(trained, sums[number % len(sums)])  # if of each rank: of number % W
         for name, p in trained.items():
             total = sums[0][name]
             for of_rank in sums[1:]:
@@ -589,7 +589,7 @@ def try_out(name: str):
     """Refuse a file's module if rows would say of it what is not true."""
     task = task_of(name)
     module = task.module().to(device())
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    trained = {parameter: p for parameter, p in module.named_parameters() if p.requires_grad}
     if not trained:
         raise ValueError("its module has no parameters to train")
     if not units_of(task, module):
@@ -602,13 +602,15 @@ def try_out(name: str):
         if p.grad is None:
             raise ValueError(f"the loss does not use {parameter}: freeze it")
 
-    def loss_of_other_random_numbers(model, step, number):
-        torch.manual_seed(number)  # who has a seed of his own for them sees nothing of this
+    def loss_after_another_seed(model, step, number):
+        torch.manual_seed(number)  # a loss that seeds its own random numbers is the same
         return task.loss(model, step, number)
 
-    again = dataclasses.replace(task, loss=loss_of_other_random_numbers)
-    compare(reference(task, 1, 2, False), reference(again, 1, 2, False),
-            "trained twice in one process, seeded once")
+    again = dataclasses.replace(task, loss=loss_after_another_seed)
+    expected = reference(task, W=1, micro_steps=2, own_first=False)
+    compare(expected, reference(again, W=1, micro_steps=2, own_first=False),
+            "trained twice in one process (is module() built anew, and does the loss seed its "
+            "random numbers?)")
 
 
 def main() -> int:

@@ -11,10 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from verify import device
 
 
-# -------------------------------------------------------------------------------------------------
-# a module
-
-
 class Chain(nn.Module):
     """n units of width x width, and a root of 4,096 numbers: 1,024 chunks of it need no padding.
     recomputed: all units in one checkpoint."""
@@ -36,10 +32,6 @@ class Chain(nn.Module):
         else:
             x = self.some(x, n)
         return x.square().mean() * self.scale.square().mean()
-
-
-# -------------------------------------------------------------------------------------------------
-# what is held
 
 
 def live_bytes(wait_s=0.05):

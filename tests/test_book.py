@@ -550,6 +550,15 @@ def test_modules_on_two_ranks():
         in_each(["ddp"], is_right, make, plain, expected)
 
 
+@on_ranks(3)
+def test_scripts_on_three_ranks():
+    """DDP adds by itself there."""
+    for script in SCRIPTS:
+        expected = InOneProcess(Net)
+        script(expected)
+        in_each(["ddp"], is_right, Net, script, expected)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("script", SCRIPTS + OF_STAGES)
 def test_scripts(script):

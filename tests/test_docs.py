@@ -358,7 +358,7 @@ def definitions(path):
 
 
 def names_in(text):
-    """[(a file as a page names it, a function or class of it)] of links such as [`name`](file#L7).
+    """[(a file as a page names it, a function or class of it)] of links such as [`name`](file.py).
     """
     actual = []
     for names, file in re.findall(r"\[(`[^]]*`)\]\(([\w./]+\.py)\)", text):

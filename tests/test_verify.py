@@ -90,7 +90,7 @@ def net():
      1, "FAILED  bits_of_one_process W=2 ddp 1: rank "),
     ("raise OSError('gone')", ["--module", "own.py"], 2, "own.py: rank 0: OSError: gone (loss, "),
     ("return model[0](x).square().mean()", ["--module", "own.py"], 2, "does not use 2.weight: "),
-    ("x = torch.nn.functional.dropout(x)", ["--module", "own.py"], 2, "seeded once: "),
+    ("x = torch.nn.functional.dropout(x)", ["--module", "own.py"], 2, "does the loss seed its "),
     ("x = x / (number - 1)", ["--module", "own.py"], 2, "has nan in one process, too"),
     ("", ["--module", "none.py"], 2, "none.py: rank 0: FileNotFoundError"),
     ("", ["--module", "model.py"], 2, "it has no function module()"),

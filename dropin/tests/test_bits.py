@@ -489,16 +489,16 @@ def test_order_of_use(wrapper):
     whole = 3 if wrapper == "zero3" else 0
     keeps_gradients = wrapper in ("ddp", "zero1")
     more = whole + (1 if keeps_gradients else 2 + 2 * (W - 1) / W) + 0.3  # as in test_memory
-    in_order = second_step(wrap, test_costs.Registered.USE)
-    for order, names in test_costs.ORDERS.items():
-        otherwise = second_step(wrap, names)
-        received, messages, overlapped, after_step, backward = otherwise
+    shown = {order: second_step(wrap, names) for order, names in test_costs.ORDERS.items()}
+    in_order = shown["in_order"]
+    for order, actual in shown.items():
+        received, messages, overlapped, after_step, backward = actual
         assert 0 <= received - elements <= 16 * n, (  # what ranks agree on are some integers
             f"{order}: a rank receives {received} elements, expected are {elements:.0f}")
         assert overlapped == 1 - 1 / n, (
             f"{order}: {overlapped:.2f} of the gradients come after the first launch")
-        assert otherwise[:3] == in_order[:3], (f"{order}: (elements, messages, overlapped): "
-                                               f"{otherwise[:3]}, in order {in_order[:3]}")
+        assert actual[:3] == in_order[:3], (f"{order}: (elements, messages, overlapped): "
+                                            f"{actual[:3]}, in order {in_order[:3]}")
         assert 0.97 * held <= after_step <= 1.03 * held, f"{order}: {after_step}, not {held:.0f}"
         assert backward <= held + 4 * more * block, (
             f"{order}: {backward} bytes in a backward, expected at most {more:.1f} blocks above "
