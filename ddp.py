@@ -225,26 +225,34 @@ class Bucket:
                 return True
         return False
 
+    def has_all_gradients(self) -> bool:
+        """Whether each `.grad` is its place in the buffer."""
+        if self.gradients is None:
+            return False
+        memory = self.gradients.data_ptr()
+        for p, (_, _, begin) in zip(self.parameters, self.layouts):
+            if p.numel() > 0 and p.grad.data_ptr() != memory + begin * p.grad.itemsize:
+                return False
+        return True
+
     def fill(self) -> None:
         """Move the gradients into the buffer, and let each `.grad` be its place there. So autograd
         adds the next micro-step to it, and the sum over ranks will be there.
 
-        After zero_grad() the buffer is a new one: a script may have kept the gradients of the last
-        step. The first parameter tells, and whatever gradient is not in the buffer moves there."""
+        After zero_grad(), be it of some of them, the buffer is a new one: a script may have kept
+        gradients of the last step."""
+        if self.has_all_gradients():
+            return
         first = self.parameters[0]
-        if self.gradients is None or first.grad.data_ptr() != self.gradients.data_ptr():
-            self.gradients = None  # freed before the new one is made
-            self.gradients = torch.empty(self.n, dtype=first.dtype, device=first.device)
-        places, gradients = [], []
-        for p, place in zip(self.parameters, self.views(self.gradients)):
-            if p.grad.data_ptr() != place.data_ptr():
-                places.append(place)
-                gradients.append(p.grad)
-                # .data has its own _version. Views of one buffer would share theirs, and autograd
-                # would take a write to one of them for a write to all.
-                p.grad = place.data
-        if places:
-            torch._foreach_copy_(places, gradients)  # one kernel on an accelerator
+        self.gradients = None  # freed before the new one is made
+        self.gradients = torch.empty(self.n, dtype=first.dtype, device=first.device)
+        places = self.views(self.gradients)
+        # One kernel on an accelerator.
+        torch._foreach_copy_(places, [p.grad for p in self.parameters])
+        for p, place in zip(self.parameters, places):
+            # .data has its own _version. Views of one buffer would share theirs, and autograd
+            # would take a write to one of them for a write to all.
+            p.grad = place.data
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -339,7 +347,7 @@ class Reducer(nn.Module):
                 self._refuse(f"a part of the module is wrapped already, by {type(m).__name__}")
         for p, name in self._names.items():
             for hook in (p._post_accumulate_grad_hooks or {}).values():
-                if getattr(hook, "func", None) is Reducer._gradient_is_complete:
+                if isinstance(hook, functools.partial) and isinstance(hook.args[0], Reducer):
                     self._refuse(f"{name} is wrapped already")
         for name, t in tensors.items():
             if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
@@ -365,6 +373,10 @@ class Reducer(nn.Module):
                     self._refuse(f"ranks wrap different modules. Rank 0 has {first}; rank {rank} "
                                  f"has {other}")
 
+    def _get_from_rank_0(self, tensors):
+        with self._telling("wait", "get", "rank 0's values"):
+            broadcast(tensors, self.group)
+
     def _refuse(self, text):
         raise RuntimeError(f"{type(self).__name__} on rank {dist.get_rank()}: {text}")
 
@@ -383,8 +395,8 @@ class Reducer(nn.Module):
                 continue
             self.buckets.append(bucket)
             for name, p in zip(bucket.names, bucket.parameters):
-                self._hook(p.register_post_accumulate_grad_hook, Reducer._gradient_is_complete,
-                           name)
+                self._hook(p.register_post_accumulate_grad_hook,
+                           type(self)._gradient_is_complete, name)
 
     def _hook(self, register, method, *first, **options):
         """Register a hook that calls method(self, *first, ...). It goes with self, and does not
@@ -438,13 +450,15 @@ class Reducer(nn.Module):
         another order, and their messages would mix."""
         while self._to_launch and not self._to_launch[0].pending:
             self._add_last()
-            bucket = self._to_launch.pop(0)
-            if self.gradient_divide_factor != 1:
-                # Before the sum, which may overflow in fp16.
-                bucket.gradients.mul_(1 / self.gradient_divide_factor)
-            with self._telling("start", "reduce", bucket):
-                self._start_reduce(bucket)
-            self._to_add.append(bucket)
+            self._launch(self._to_launch.pop(0))
+
+    def _launch(self, bucket):
+        if self.gradient_divide_factor != 1:
+            # Before the sum, which may overflow in fp16.
+            bucket.gradients.mul_(1 / self.gradient_divide_factor)
+        with self._telling("start", "reduce", bucket):
+            self._start_reduce(bucket)
+        self._to_add.append(bucket)
 
     def _add_last(self):
         if self._to_add:
@@ -475,14 +489,17 @@ class Reducer(nn.Module):
                          f"them (dropin's classes allow it); call autograd.grad() and partial "
                          f"backwards in no_sync(); checkpoint with use_reentrant=False")
         if not self._knows_order:
+            self._check_added()
             self._learn_order()
             self._knows_order = True
 
-    def _learn_order(self):
-        """In the first backward that is averaged."""
+    def _check_added(self):
         for name, p in self.module.named_parameters():
             if p not in self._names:
                 self._refuse(f"wrap after adding or replacing parameters, such as {name}")
+
+    def _learn_order(self):
+        """In the first backward that is averaged."""
         self.buckets = self._in_order_of_rank_0(self.buckets, self._completed)
 
     def _in_order_of_rank_0(self, things, used):
@@ -560,8 +577,8 @@ class DDP(Reducer):
     def __init__(self, module: nn.Module, process_group: ProcessGroup | None = None,
                  bucket_cap_mb: float | None = None):
         super().__init__(module, process_group, dict(bucket_cap_mb=bucket_cap_mb))
-        broadcast([*module.parameters(), *module.buffers()], self.group)
-        trained = [p for p in module.parameters() if p.requires_grad]
+        self._get_from_rank_0([*self._names, *module.buffers()])
+        trained = [p for p in self._names if p.requires_grad]
         W = self.group.size()
         cap_bytes = bucket_bytes(W, bucket_cap_mb)
         first_bytes = min(FIRST_BUCKET_BYTES, cap_bytes)

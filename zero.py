@@ -238,7 +238,11 @@ class ShardedBucket(Bucket):
         own = self.own_chunk(self.whole)
         if own.data_ptr() != self.chunk.data_ptr():  # chunk is not a view of it
             own.copy_(self.chunk)  # rounds to param_dtype
-        self.gather = start_all_gather(self.whole, self.group, self.tag_of_step() + 1)
+        self.gather = self.start_all_gather(self.whole)
+
+    def start_all_gather(self, flat: Tensor):
+        """Start to fill flat, (n,), from the chunks of all ranks -> wait()."""
+        return start_all_gather(flat, self.group, self.tag_of_step() + 1)
 
     def tag_of_step(self) -> int:
         """Another one after each step: ranks that have made other steps do not mix new values with
@@ -264,7 +268,7 @@ class ShardedBucket(Bucket):
         """(n,): all ranks' chunks, in new memory, not rounded to param_dtype. A collective."""
         flat = self.chunk.new_empty(self.n)
         self.own_chunk(flat).copy_(self.chunk)
-        start_all_gather(flat, self.group, self.tag_of_step() + 1).wait()
+        self.start_all_gather(flat).wait()
         return flat
 
     # ---- gradients
@@ -364,11 +368,11 @@ class Zero1(Reducer):
         self.root = Unit("the root", module)
         self.units = [self.root, *map(Unit, names, units)]
         self._fill_units(bucket_bytes(self.group.size(), bucket_cap_mb), param_dtype)
-        broadcast(module.buffers(), self.group)
+        self._get_from_rank_0(module.buffers())
         self._used = []  # units, in the order in which the last forward has called them
         for unit in self.units:
             self._hook_unit(unit)
-        self._hook(register_optimizer_step_post_hook, Zero1._after_step)  # of any optimizer
+        self._hook(register_optimizer_step_post_hook, type(self)._after_step)  # of any optimizer
 
     def _check_units(self, units, names):
         for unit, name in zip(units, names):
@@ -402,9 +406,10 @@ class Zero1(Reducer):
         self._watch(self._all_buckets)
 
     def _hook_unit(self, unit):
-        self._hook(unit.module.register_forward_pre_hook, Zero1._pre_forward, unit, prepend=True)
+        register = unit.module.register_forward_pre_hook
+        self._hook(register, type(self)._pre_forward, unit, prepend=True)
         if unit is self.root:
-            self._hook(unit.module.register_forward_hook, Zero1._end_forward)
+            self._hook(unit.module.register_forward_hook, type(self)._end_forward)
 
     # ---- forward
 
@@ -424,14 +429,19 @@ class Zero1(Reducer):
         """What a script has done to shards by hand, as what a step changes has been noted. If it
         has changed any, all buckets are taken for old: where a bucket has changed, another rank may
         have only empty shards of it, and cannot tell."""
+        self._check_frozen()
+        if any(bucket.noted != bucket.versions_and_places() for bucket in self._all_buckets):
+            for bucket in self._all_buckets:
+                self._invalidate(bucket)
+
+    def _check_frozen(self):
+        """Shards, too."""
+        super()._check_frozen()
         for bucket in self._all_buckets:
             for name, shard in zip(bucket.names, bucket.shards):
                 was_trained = name not in self._frozen
                 if shard.requires_grad != was_trained:
                     self._refuse(f"freeze, or unfreeze, before wrapping: {name}")
-        if any(bucket.noted != bucket.versions_and_places() for bucket in self._all_buckets):
-            for bucket in self._all_buckets:
-                self._invalidate(bucket)
 
     def _begin_forward(self):
         """Start to gather what is old. Each unit waits for its own part."""
@@ -693,11 +703,12 @@ class Zero3(Zero2):
 
     def _hook_unit(self, unit):
         super()._hook_unit(unit)
-        self._hook(unit.module.register_forward_hook, Zero3._post_forward, unit)
+        register = unit.module.register_forward_hook
+        self._hook(register, type(self)._post_forward, unit)
         if unit is self.root:
-            self._hook(unit.module.register_forward_pre_hook, Zero3._begin_recipes)
+            self._hook(unit.module.register_forward_pre_hook, type(self)._begin_recipes)
             # always_call: also if the forward raises.
-            self._hook(unit.module.register_forward_hook, Zero3._end_recipes, always_call=True)
+            self._hook(register, type(self)._end_recipes, always_call=True)
 
     # ---- the way
 
