@@ -795,7 +795,7 @@ class Zero3(Zero2):
 
     def _bucket_at(self, t):
         """The bucket of whose `whole` t is a view, if `as_strided` can make it again; or None."""
-        if t.layout != torch.strided or t.is_conj():
+        if t.layout != torch.strided or t.is_conj() or t.is_neg():
             return None
         memory = t.untyped_storage().data_ptr()
         for unit in self._allocated:

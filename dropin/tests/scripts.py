@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from dropin.ddp import first_names, named_tensors
+from dropin.ranks import first_names, named_tensors
+from dropin.states import copy_of
 from dropin.tests.wrappers import WRAPPERS
-from dropin.zero import copy_of, PlainZero1
 from judge.hints import difference
 from judge.training import no_sync, STAGES
 from tests.common import raises
+from zero import Zero1
 
 ALL = ("ddp", *STAGES)
 
@@ -61,6 +62,36 @@ class Net(nn.Module):
         return self.head(x) * self.scale
 
 
+IDX = torch.arange(11)
+
+
+class Shared(torch.nn.Module):
+    """Of the root: an embedding, a norm after it, and a factor that each block uses. Blocks are
+    called in an order; those that are left out are frozen."""
+
+    def __init__(self, order=range(6)):
+        super().__init__()
+        self.order = order
+        torch.manual_seed(0)
+        self.first = torch.nn.Embedding(11, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(6))
+        for i, block in enumerate(self.blocks):
+            block.requires_grad_(i in order)
+
+    def forward(self, idx):
+        x = self.norm(self.first(idx))
+        for i in self.order:
+            x = x + self.blocks[i](x * self.scale).tanh()
+        return x.square().mean()
+
+
+def step_of(model, idx):
+    model(idx).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 class Script:
     """What a script has: a model, which is a module or a wrapper of it, and an optimizer, which
     make(parameters) returns. wrapper: None for the module itself. x: by default each rank's own."""
@@ -75,7 +106,7 @@ class Script:
             self.x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
         if self.is_wrapped:
             self.model = WRAPPERS[wrapper](self.module, **options)
-        self.is_stage = isinstance(self.model, PlainZero1)
+        self.is_stage = isinstance(self.model, Zero1)
         # By hand, as a module may override parameters().
         actual = first_names(named_tensors(self.module, "parameters"))
         if self.is_stage:

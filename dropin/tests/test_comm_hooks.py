@@ -6,7 +6,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from dropin.ddp import DDP
+from dropin import DDP
 from extras.comm_hooks import top_k_hook, TopKState
 from judge.training import fresh, gather, zoo_loss
 from oracle import average_gradients

@@ -17,11 +17,10 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from dropin import ddp
-from dropin.ddp import DDP
+from dropin import DDP, Zero2
+from dropin.sharding import cast_floats
 from dropin.tests.measure import every_collective
 from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
-from dropin.zero import cast_floats, Zero2
 from judge.measure import Chain, live_bytes
 from judge.training import BF16, fresh, our_ddp, same_bits
 from judge.zoo import small_gpt

@@ -23,8 +23,9 @@ from torch.distributed.tensor import distribute_tensor, init_device_mesh, Replic
 from torch.nn.parallel import DistributedDataParallel
 
 from checkpoint import sharded_state
-from dropin.ddp import DDP, named_tensors
-from dropin.guards import Part
+from dropin import DDP
+from dropin.ranks import named_tensors
+from dropin.shard_guards import Part
 from dropin.tests.scripts import ALL, Net, of_each, Script
 from dropin.tests.test_scripts import CHANGED, COPIED, HOLDS, OwnLists
 from dropin.tests.wrappers import WRAPPERS

@@ -12,12 +12,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from dropin.ddp import DDP, in_order_of_use, PlainDDP
+from dropin import DDP, Zero3
+from dropin.ranks import in_order_of_use
 from dropin.tests.measure import every_collective
-from dropin.tests.scripts import of_each
-from dropin.tests.test_plain import IDX, Shared, step_of
-from dropin.tests.wrappers import PLAIN
-from dropin.zero import PlainZero3, Zero3
+from dropin.tests.scripts import IDX, of_each, Shared, step_of
 from judge.measure import live_bytes
 from judge.training import STAGES
 from tests import test_costs
@@ -26,9 +24,6 @@ from tests.ranks import on_ranks
 
 SMALL = 0.0003  # MB: a block of `Shared`
 OURS = {"ddp": partial(DDP, bucket_cap_mb=SMALL, find_unused_parameters=True), **STAGES}
-ALL = {**OURS, "plain ddp": partial(PlainDDP, bucket_cap_mb=SMALL)}
-for stage in STAGES:
-    ALL[f"plain {stage}"] = PLAIN[f"plain {stage}"]
 LATE = (3, 1, 5, 0, 2, 4)  # blocks of `Shared`, used in this order
 ORDERLY = (0, 1, 2, 3, 4, 5)
 

@@ -17,10 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp
 import zero
 from checkpoint import sharded_state
-from dropin.ddp import DDP, PlainDDP
+from dropin import DDP, Zero1, Zero2, Zero3
 from dropin.tests.scripts import of_each
 from dropin.tests.wrappers import adafactor
-from dropin.zero import Zero1, Zero2, Zero3
 from judge.training import (
     adamw, fresh, fsdp2, gather, is_ours, same_bits, STAGES, uncut, zoo_loss)
 from oracle import average_gradients

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from checkpoint import sharded_state
-from dropin.guards import Shard
+from dropin.shard_guards import Shard
 from dropin.tests.scripts import Net, of_each
 from dropin.tests.wrappers import WRAPPERS
 from judge.training import gather, STAGES

@@ -17,11 +17,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from dropin import ddp, zero
+import dropin
+from dropin import sharding, Zero2, Zero3
 from dropin.tests.measure import every_collective
 from dropin.tests.scripts import of_each
 from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
-from dropin.zero import PlainZero3, Zero2, Zero3
 from judge.measure import Chain, live_bytes
 from judge.training import fresh, gather, same_bits, STAGES, uncut
 from judge.zoo import small_gpt

@@ -11,9 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import oracle
-from dropin.ddp import DDP, HierarchicalState, PlainDDP
+from dropin import DDP, HierarchicalState, Zero1, Zero2, Zero3
 from dropin.guards import Guards
-from dropin.zero import PlainZero1, PlainZero2, PlainZero3, StateDicts, Zero1, Zero2, Zero3
+from dropin.shard_guards import ShardGuards
 from extras.comm_hooks import hierarchical_hook, top_k_hook, TopKState
 from judge import training as harness
 from judge.training import adamw, BF16, our_ddp, STAGES, uncut
@@ -33,13 +33,6 @@ class Naive(nn.Module):
 
     def reduce_gradients(self):
         oracle.average_gradients(self.module)
-
-
-# The plain classes. A stage needs `StateDicts`, by which it is asked for whole parameters.
-PLAIN = {"plain ddp": PlainDDP, "plain ddp, 1 kB": partial(PlainDDP, bucket_cap_mb=0.001)}
-for kind in (PlainZero1, PlainZero2, PlainZero3):
-    with_states = type(kind.__name__, (StateDicts, kind), {})
-    PLAIN[kind.__name__.replace("Plain", "plain ").lower()] = with_states
 
 
 def bf16_hook(state, bucket):  # torch's DDP refuses the original by its name, except on NCCL
@@ -72,9 +65,9 @@ def hooked(wrap, hook, module):
 
 
 def without_guards(kind):
-    """A class of all that kind is made of, but of nothing of guards.py. It has the same name: ranks
-    send each other the name, and bytes are compared."""
-    parts = [part for part in kind.__mro__ if not issubclass(part, Guards)]
+    """A class of all that kind is made of, but the guards. It has the same name: ranks send each
+    other the name, and bytes are compared."""
+    parts = [part for part in kind.__bases__ if part not in (Guards, ShardGuards)]
     return type(kind.__name__, tuple(parts), {})
 
 
@@ -82,7 +75,7 @@ unguarded_ddp = partial(without_guards(DDP), find_unused_parameters=True)
 WITHOUT_GUARDS = {"ddp": unguarded_ddp, "ddp, 1 kB": partial(unguarded_ddp, bucket_cap_mb=0.001),
                   "zero1": without_guards(Zero1), "zero2": without_guards(Zero2),
                   "zero3": without_guards(Zero3)}
-WRAPPERS = {"naive": Naive, **harness.WRAPPERS, **PLAIN}
+WRAPPERS = {"naive": Naive, **harness.WRAPPERS}
 for hook in HOOKS:
     WRAPPERS[f"ddp {hook}"] = partial(hooked, our_ddp, hook)
     WRAPPERS[f"torch ddp {hook}"] = partial(hooked, DistributedDataParallel, hook)

@@ -277,7 +277,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dropin.zero import Zero2
+from dropin import Zero2
 from model import net
 from train import OWN
 from zero import Zero1

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dropin.ddp import DDP
-from dropin.zero import Zero1, Zero2, Zero3
+from dropin import DDP
+from dropin import Zero1, Zero2, Zero3
 from tests.common import raises
 from judge.messages import messages, SENDS
 from tests.ranks import on_ranks

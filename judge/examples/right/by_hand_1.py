@@ -4,7 +4,7 @@ All ranks have to use the same parameters in the same order, and parameters are 
 
 import torch.distributed as dist
 
-from dropin.ddp import clip_gradients_
+from ddp import clip_gradients_
 import oracle
 
 

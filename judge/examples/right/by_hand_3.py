@@ -5,8 +5,8 @@ not lie inside of each other."""
 
 import torch.distributed as dist
 
-from dropin.ddp import clip_gradients_
-from dropin.zero import find_units
+from ddp import clip_gradients_
+from zero import find_units
 import oracle
 
 

@@ -1,6 +1,6 @@
 """DDP of ddp.py, where ranks may use different parameters."""
 
-from dropin.ddp import DDP
+from dropin import DDP
 
 
 def wrap(module):

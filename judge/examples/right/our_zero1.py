@@ -1,6 +1,6 @@
 """Zero1 of dropin: optimizer states are sharded."""
 
-from dropin.zero import Zero1
+from dropin import Zero1
 
 
 def wrap(module):

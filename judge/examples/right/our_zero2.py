@@ -1,6 +1,6 @@
 """Zero2 of dropin: optimizer states and gradients are sharded."""
 
-from dropin.zero import Zero2
+from dropin import Zero2
 
 
 def wrap(module):

@@ -1,6 +1,6 @@
 """Zero3 of dropin: optimizer states, gradients and parameters are sharded."""
 
-from dropin.zero import Zero3
+from dropin import Zero3
 
 
 def wrap(module):
