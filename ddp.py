@@ -250,9 +250,9 @@ class Bucket:
         # One kernel on an accelerator.
         torch._foreach_copy_(places, [p.grad for p in self.parameters])
         for p, place in zip(self.parameters, places):
-            # .data has its own _version. Views of one buffer would share theirs, and autograd
+            # .data: it keeps its own _version. Views of one buffer would share theirs, and autograd
             # would take a write to one of them for a write to all.
-            p.grad = place.data
+            p.grad.data = place
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -133,7 +133,7 @@ class UnevenRanks:
                     self._accumulate_grad[name] = edge.node
         self._trained = [name for name in self._names.values() if name in self._holders]
         first = next(iter(self._names))
-        self._device = first.device
+        self._device, self._is_on_cpu = first.device, first.is_cpu
         # torch's fake group, by which one process tries out many ranks, sums nothing.
         self._is_fake = dist.get_backend(self.group) == "fake"
 
@@ -211,14 +211,15 @@ class UnevenRanks:
         for bucket in self.buckets:
             bucket.pending.clear()
         self._launch_ready_buckets()
-        averages = self._averages
-        if averages:
+        if self._averages:
             self._start_count([self._is_used(name) for name in self._trained])
-        super()._end_backward()
-        if averages:
-            self._drop_means_of_nobody()
+        self._add_last()
+        self._wait_for_reductions()
         self._is_under_way = False
-        if self._device.type == "cpu":
+        if self._averages:
+            self._drop_means_of_nobody()
+        super()._end_backward()
+        if self._is_on_cpu:
             self._check_counts()
 
     def _is_used(self, name):
@@ -629,24 +630,28 @@ class UnevenOrder:
     def _pack(self, t):
         """All that is no weight goes to the hooks around. What is not a plain view of a unit's
         memory, such as a complex one, is cloned, as that memory will be freed."""
-        if self._bucket_at(t) is not None:
-            return super()._pack(t)
-        if self._is_in_unit(t):
+        bucket = self._bucket_around(t)
+        if bucket is not None:
+            if t.dtype == bucket.dtype and not t.is_conj() and not t.is_neg():
+                layout = t.shape, t.stride(), t.storage_offset()
+                return functools.partial(self._view_again, bucket, layout, bucket.version)
             t = t.detach().clone()
-        if self._outer is None:
-            return super()._pack(t)
-        pack, unpack = self._outer
-        return functools.partial(unpack, pack(t))  # they have tests of their own
+        if self._outer is not None:
+            pack, unpack = self._outer
+            return functools.partial(unpack, pack(t))  # they have tests of their own
+        return functools.partial(self._kept, t.detach(), t._version)
 
-    def _is_in_unit(self, t):
+    def _bucket_around(self, t):
+        """In whose whole parameters t lies, or None. (Inside of torch.func a tensor may have no
+        address.)"""
         if t.layout is not torch.strided:
-            return False
-        memory = t.untyped_storage().data_ptr()
+            return None
+        memory = t.untyped_storage()._cdata
         for unit in self._allocated:
             for bucket in unit.buckets:
-                if bucket.whole is not None and bucket.address == memory:
-                    return True
-        return False
+                if bucket.whole is not None and bucket.memory == memory:
+                    return bucket
+        return None
 
 
 # -------------------------------------------------------------------------------------------------

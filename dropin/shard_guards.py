@@ -487,7 +487,8 @@ class ShardGuards:
                     self._guard_elsewhere.add(shard)
             p._watch = Watch(name, bucket, i, type(p), seen_of(p))
             if shard.shape != p.shape:
-                shard._guard_cut = tuple(p.shape), tuple(p.stride()), cuts[-1]
+                _, strides, _ = bucket.layouts[i]
+                shard._guard_cut = tuple(p.shape), tuple(strides), cuts[-1]
                 shard.__class__ = Shard
                 self._guard_unasked.add(shard)
         # Whose shards these are: the same for every wrapper that is cut in the same places.
@@ -524,6 +525,7 @@ class ShardGuards:
             p.__class__ = Absent
         self._guard_hidden.add(unit)
 
+    @torch.compiler.disable
     def _use(self, unit, *_):
         """After it unit's parameters may be read."""
         with outside_functorch(), outside_modes(), as_tensors():

@@ -217,6 +217,7 @@ class ShardedBucket(zero.ShardedBucket):
         sums          (n,) gradients so far, in reduce_dtype, if parameters have another; or None.
                       (Then `.grad` of the module's parameters has zeros)
         device        of all but the shards
+        memory        of `whole`, by which it is found
     """
 
     def __init__(self, parameters, names, unit, group, tag, param_dtype, keeps_whole, reduce_dtype,
@@ -245,6 +246,10 @@ class ShardedBucket(zero.ShardedBucket):
         whole = torch.empty(self.n, dtype=value.dtype, device=self.chunk.device)
         self.views(whole)[i].copy_(value)
         return self.parts(self.own_chunk(whole))[i]
+
+    def start_gather(self):
+        super().start_gather()
+        self.memory = self.whole.untyped_storage()._cdata
 
     def gather_copy(self):
         flat = torch.empty(self.n, dtype=self.chunk.dtype, device=self.device)

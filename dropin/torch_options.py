@@ -99,11 +99,17 @@ class TorchOptions:
         kept = []
         for bucket in self.buckets:
             if growth != 1 and bucket.has_sums and bucket.has_any_gradient():
-                kept += [p.grad for p in bucket.parameters if p.grad is not None]
+                kept.append(bucket)
                 bucket.has_sums = False
-        if kept:
-            torch._foreach_div_(kept, growth)
-        super()._begin_backward()
+        try:
+            super()._begin_backward()
+        except RuntimeError:  # nothing was divided
+            for bucket in kept:
+                bucket.has_sums = True
+            raise
+        for bucket in kept:
+            sums = [p.grad for p in bucket.parameters if p.grad is not None]
+            torch._foreach_div_(sums, growth)
 
     def no_sync(self, may_step: bool = False) -> contextlib.AbstractContextManager[None]:
         """Backwards in this context only accumulate. may_step: an optimizer may step, after it,

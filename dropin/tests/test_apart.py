@@ -347,7 +347,7 @@ def test_a_step_that_one_rank_leaves_out_is_named():
     """All ranks are told before the step, in which those that went on would have mixed it with
     another."""
     last = dist.get_world_size() - 1
-    counts = ", ".join(f"'wrapper \\d+, {int(rank == last)} forwards[^']*'"
+    counts = ", ".join(f"'wrapper \\d+, {int(rank == last)} steps[^']*'"
                        for rank in range(last + 1))
     for find_unused in (False, True):
         for is_raised in (False, True):
