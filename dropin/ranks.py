@@ -570,7 +570,7 @@ class UnevenOrder:
     def _use(self, unit, *_):
         """Before, use what lies on the way to it."""
         while unit in self._ahead and unit is not self._ahead[0]:
-            super()._use(self._ahead[0])
+            self._use(self._ahead[0])
         super()._use(unit)
         if self._is_under_way and in_backward():
             self._launch_ready_buckets()

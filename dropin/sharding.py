@@ -307,8 +307,9 @@ class SumOverGroups:
     """Of own, a group's sum, over groups: a reduction, as `ReduceScatter`."""
 
     def __init__(self, own, group):
-        self.own, self.group = own, group
-        self.flat = nn.functional.pad(own, (0, -len(own) % group.size()))  # to equal chunks
+        self.own, self.group, self.flat = own, group, own
+        if len(own) % group.size() > 0:  # to equal chunks
+            self.flat = nn.functional.pad(own, (0, -len(own) % group.size()))
         if group.size() == 2:  # two numbers have only one sum
             self.work = dist.all_reduce(self.flat, group=group, async_op=True)
         else:
@@ -476,15 +477,19 @@ class ReduceInPieces:
             end = begin + self.size
             if end < self.longest:
                 self.under_way.append(self.start_piece(end))
-            messages, contributions = self.under_way.pop(0)
-            messages.wait()
-            addends = contributions if earlier is None else [earlier[begin:end], *contributions]
-            total = addends[0]
-            if total.itemsize == 2:
-                total = total.float()
-            for addend in addends[1:]:  # in rank order
-                total += addend
-            out[begin:end].copy_(total)
+            self.add_piece(out[begin:end], None if earlier is None else earlier[begin:end])
+
+    def add_piece(self, out, earlier):
+        messages, addends = self.under_way.pop(0)
+        messages.wait()
+        if earlier is not None:
+            addends.insert(0, earlier)
+        total = addends[0]
+        if total.itemsize == 2:
+            total = total.float()
+        for addend in addends[1:]:  # in rank order
+            total += addend
+        out.copy_(total)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -583,6 +588,7 @@ def swap(pairs):
         torch.utils.swap_tensors(p, q)
 
 
+@torch.no_grad()
 def fill_meta(module, unit, device, init_fn):
     """Give the parameters of unit of module values where they are on meta -> {each such one: a
     stand-in, which is on meta}. After it buckets take the values. Then the two are swapped, until

@@ -219,7 +219,8 @@ IGNORED = dict(output_device=0, dim=1, check_reduction=True, gradient_as_bucket_
 def test_arguments_of_torchs():
     """Each is taken, or ignored as it changes no gradient, or refused by name."""
     for name, value in REFUSED.items():
-        raises(RuntimeError, f"DDP on rank .: does not take {name}: ", DDP, nn.Linear(2, 2), **{name: value})
+        raises(RuntimeError, f"DDP on rank .: does not take {name}: ", DDP, nn.Linear(2, 2),
+               **{name: value})
     x = torch.full((1, 2), dist.get_rank() + 1.0)
     for options in ({}, IGNORED, dict(device_mesh=init_device_mesh("cpu", (2,)))):
         model = DDP(nn.Linear(2, 2), **options)

@@ -37,7 +37,7 @@ def muon(parameters):
 
 
 # Of those without uncut parameters, and of those with.
-CUT = {"plain": lambda module: module, "ddp": DDP, "ddp_plain": PlainDDP,
+CUT = {"plain": lambda module: module, "ddp": DDP,
        "torch_ddp": DistributedDataParallel, "fsdp2": fsdp2, "book_ddp": ddp.DDP,
        "book_zero1": zero.Zero1, "book_zero2": partial(zero.Zero2, bucket_cap_mb=0.001),
        "book_zero3": zero.Zero3}
@@ -137,8 +137,8 @@ def load_sharded(model, optimizers, path):
     ("zero3", 4, "zero1", 2), ("plain", 1, "zero3", 3), ("ddp", 3, "zero2", 2),
     ("zero1", 3, "torch_ddp", 2), ("zero2", 3, "zero3_alone", 2), ("torch_ddp", 2, "zero3", 3),
     ("zero3", 4, "fsdp2", 2), ("zero3_alone", 2, "zero2", 3),
-    ("zero3_offloaded", 3, "ddp_plain", 2),
-    ("zero1", 2, "zero3_offloaded", 3), ("ddp_plain", 3, "plain", 1),
+    ("zero3_offloaded", 3, "book_ddp", 2),
+    ("zero1", 2, "zero3_offloaded", 3), ("book_ddp", 3, "plain", 1),
     ("book_zero3", 4, "book_zero1", 3), ("book_zero2", 4, "zero3", 2), ("zero1", 3, "book_ddp", 2),
     ("book_ddp", 2, "book_zero3", 3), ("fsdp2", 2, "book_zero2", 3), ("book_zero1", 2, "ddp", 1)])
 def test_any_wrapper_reads_another(first, n_first, second, n_second, tmp_path):
