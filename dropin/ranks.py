@@ -211,12 +211,11 @@ class UnevenRanks:
         for bucket in self.buckets:
             bucket.pending.clear()
         self._launch_ready_buckets()
-        if self._averages:
-            self._start_count([self._is_used(name) for name in self._trained])
         self._add_last()
         self._wait_for_reductions()
         self._is_under_way = False
         if self._averages:
+            self._start_count([self._is_used(name) for name in self._trained])
             self._drop_means_of_nobody()
         super()._end_backward()
         if self._is_on_cpu:

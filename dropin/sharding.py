@@ -319,11 +319,12 @@ class SumOverGroups:
         self.work.wait()
 
     def add(self, out, earlier=None):
-        self.work.wait()
         if isinstance(self.work, ReduceScatter):
             chunks = self.flat.view(self.group.size(), -1)
             self.work.add(chunks[self.group.rank()])
             start_all_gather(self.flat, self.group, FIRST_TAG).wait()
+        else:
+            self.work.wait()
         total = self.flat[:len(self.own)]
         out.copy_(total if earlier is None else earlier + total)
 
@@ -497,9 +498,16 @@ class ReduceInPieces:
 
 
 def find_units(module: nn.Module) -> list[nn.Module]:
-    """As zero.py's, except lists of bare parameters, which are read by the module around."""
-    bare = nn.ParameterList, nn.ParameterDict
-    return [unit for unit in zero.find_units(module) if not isinstance(unit, bare)]
+    """The elements of the outermost ModuleLists. Other than zero.py's, it takes a list in a list as
+    one: a unit may be a mere container, as the experts of a layer, of which each rank uses others;
+    and it leaves out lists of bare parameters, which are read by the module around."""
+    if isinstance(module, nn.ModuleList):
+        bare = nn.ParameterList, nn.ParameterDict
+        return [m for m in module.children() if not isinstance(m, bare)]
+    units = []
+    for child in module.children():
+        units += find_units(child)
+    return units
 
 
 def divide(named_parameters, units):

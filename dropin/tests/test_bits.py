@@ -85,12 +85,6 @@ def rows():
                    optimizer=muon)
     yield training(4, "zero1 uncut, 1 kB", "gpt", "lora", optimizer=Lamb)
     yield training(2, "zero3 uncut", "gpt", "odd", around="NCCL's collectives", optimizer=muon)
-    for wrapper in ("plain ddp, 1 kB", "plain zero1", "plain zero2", "plain zero3"):
-        yield training(3, wrapper, "gpt", "recomputed", factor=None)
-        yield training(2, wrapper, "gpt", "recomputed", micro_steps=3)
-    yield training(1, "plain zero3", "gpt", "recomputed", micro_steps=3)
-    yield training(2, "plain zero2", "gpt", "recomputed", micro_steps=2, each_synced=True)
-    yield training(4, "plain zero3", "gpt", "recomputed", micro_steps=2, each_synced=True)
 
 
 @on_ranks(seconds=120)
@@ -308,28 +302,27 @@ def second_step(wrap, names):
     step()
     hook.remove()
     launched = []
-    real = model._start_reduction
+    real = model._start_reduce
 
     def start_reduction(bucket):
         launched.append(sum(came))
         real(bucket)
 
     came.clear()
-    with every_collective(note), mock.patch.object(model, "_start_reduction", start_reduction):
+    with every_collective(note), mock.patch.object(model, "_start_reduce", start_reduction):
         step()
     overlapped = 1 - launched[0] / sum(came)
     return sum(received), len(received), overlapped, bytes_at["step"], bytes_at["backward"]
 
 
 def mode_of(wrapper):
-    return wrapper.removeprefix("plain ").partition(",")[0]
+    return wrapper.partition(",")[0]
 
 
 @on_ranks()
 @pytest.mark.parametrize(("W", "wrapper", "around"), [
     *((2, wrapper, nullcontext) for wrapper in ("ddp", *STAGES)),
     (3, "ddp", nullcontext), (3, "zero3", nullcontext),
-    *((2, f"plain {wrapper}", nullcontext) for wrapper in ("ddp", *STAGES)),
     # Of torch's own all-gather and all-to-all a rank's own chunk does not count as received.
     (2, "ddp", native), (3, "zero2", native), (2, "zero3", native)])
 def test_traffic(wrapper, around):
@@ -341,7 +334,7 @@ def test_traffic(wrapper, around):
     All in the units of `formula_of_traffic`.
     """
     share = 1 - 1 / dist.get_world_size()
-    mode, is_plain = mode_of(wrapper), wrapper.startswith("plain")
+    mode = mode_of(wrapper)
     n = 8
     # Or autograd saves no weight of the first unit.
     x = torch.ones(3, 48, requires_grad=True)
@@ -356,8 +349,6 @@ def test_traffic(wrapper, around):
     def assert_received(expected, act, **options):
         model = WRAPPERS[wrapper](Chain(n, 48), **options)
         act(model, x)  # makes buffers
-        if is_plain:
-            model.zero_grad()
         received.clear()
         with every_collective(note):
             act(model, x)
@@ -371,12 +362,9 @@ def test_traffic(wrapper, around):
         still_whole = (2 * unit + root) / psi
         again = 1 - still_whole if mode == "zero3" else 0
         one = formula_of_traffic(mode, 1, still_whole)
-        if not is_plain or mode in ("ddp", "zero3"):  # plain stages gather after a step alone
-            assert_received(one, one_step)
-        if mode in ("ddp", "zero1") and not is_plain:
+        assert_received(one, one_step)
+        if mode in ("ddp", "zero1"):
             assert_received(formula_of_traffic(mode, 4), four_of_which_one_is_synced)
-        if is_plain:
-            return
         # After a backward in no_sync() no step is due: stages 1 and 2 have the parameters already.
         assert_received(1 + again if mode == "zero3" else 0, unsynced_step)
         assert_received(0 if mode == "ddp" else 1, evaluation)
@@ -394,22 +382,20 @@ def test_traffic(wrapper, around):
 @on_ranks()
 @pytest.mark.parametrize(("W", "stage", "options"), [
     *((2, stage, {}) for stage in STAGES), (3, "zero3", {}),
-    *((2, f"plain {stage}", {}) for stage in STAGES),
-    (4, "zero3", dict(shard_size=2)), (2, "zero3", dict(recomputed=True)),
+    (4, "zero3", dict(shard_size=2)),
     (2, "zero1", dict(reduce_dtype=torch.bfloat16)),
     (2, "zero2", dict(reduce_dtype=torch.bfloat16)),
     *((2, stage, dict(param_dtype=torch.bfloat16)) for stage in STAGES)])
 def test_memory(stage, options):
     """After construction and after a step a rank holds what the paper's formula says; inside
-    forward and backward, also a recomputed one, a few units more, and nothing when all is over. In
-    stage 1 means of another dtype than the gradients take these gradients' place.
+    forward and backward a few units more, and nothing when all is over. In stage 1 means of another
+    dtype than the gradients take these gradients' place.
 
     The formula is `formula_of_bytes`: in fp32 with Adam 8 psi + 8 psi/W, 4 psi + 12 psi/W,
     16 psi/W. What is found above it is kept twice, gathered too early, or held by a reference left
     over.
     """
     options = dict(options)
-    recomputed = options.pop("recomputed", False)
     W = options.get("shard_size", dist.get_world_size())
     n = 12
     width = 64
@@ -420,10 +406,10 @@ def test_memory(stage, options):
     def note(phase, *_):
         bytes_at[phase] = live_bytes() - before
 
-    model = WRAPPERS[stage](Chain(n, width, recomputed), **options)
+    model = WRAPPERS[stage](Chain(n, width), **options)
     note("built")
     x = torch.ones(1, width)
-    psi = 4 * sum(bucket.n for bucket in model._all_buckets())  # three ranks pad buckets
+    psi = 4 * sum(bucket.n for bucket in model._all_buckets)  # three ranks pad buckets
     assert (n + 1) * unit <= psi < 1.01 * (n + 1) * unit
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     for step in range(2):
@@ -444,17 +430,14 @@ def test_memory(stage, options):
     # there in the forward, and half of them in the middle of the backward. Units more: in stage 3
     # two whole ones and the root. In the backward the gradients of a unit that wait for the last of
     # theirs, and what of the unit before arrives from other ranks, also of other groups; and in
-    # stages 2 and 3 that unit's own. A forward that is recomputed is in the backward, after the
-    # root's gradients. Adam's counters and activations are small.
-    without_means = held if keeps_gradients else held - gradients
-    with_half = (without_means + held) / 2
+    # stages 2 and 3 that unit's own. Adam's counters and activations are small.
+    without_means = held - gradients
+    with_half = held if keeps_gradients else (without_means + held) / 2
     whole = 3 if mode == "zero3" else 0
     arrives = (W - 1) / W
     on_the_way = 1 + arrives if keeps_gradients else 2 + 2 * arrives
     of_other_groups = 2 / W if "shard_size" in options else 0
     in_forward = without_means + (whole + 0.3) * unit
-    if recomputed:
-        in_forward = with_half + (whole + 2 + arrives) * unit
     in_backward = with_half + (whole + on_the_way + of_other_groups + 0.3) * unit
     expected = {"built": (parameters, parameters + 0.03 * unit),
                 "forward": (without_means, in_forward), "backward": (without_means, in_backward),
