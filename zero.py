@@ -199,19 +199,17 @@ class ShardedBucket(Bucket):
     def parts(self, chunk: Tensor) -> list[Tensor]:
         """This rank's part of each parameter: views of chunk, (n/W,)."""
         parts = []
+        begin = chunk.storage_offset()
         for shape, strides, place in self.shard_layouts:
-            part = chunk.as_strided(shape, strides, chunk.storage_offset() + place)
+            part = chunk.as_strided(shape, strides, begin + place)
             parts.append(part.data)  # .data: with a _version of its own
         return parts
 
-    def versions_and_places(self) -> list[tuple[int, tuple[int, int]]]:
-        """Of the shards, to see whether a script has changed them. The place is that of the memory,
-        and where in it a shard begins: an empty shard has no address of its own."""
-        noted = []
-        for shard in self.shards:
-            place = shard.untyped_storage().data_ptr(), shard.storage_offset()
-            noted.append((shard._version, place))
-        return noted
+    def versions_and_places(self) -> list[tuple[int, int]]:
+        """Of the shards, to see whether a script has changed them. (An empty shard has no address
+        of its own, but that of its memory.)"""
+        return [(shard._version, shard.data_ptr() or shard.untyped_storage().data_ptr())
+                for shard in self.shards]
 
     def take_shards(self) -> None:
         """Note the shards as they are. If a script has given some other memory, as by p.data = ...,

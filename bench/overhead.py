@@ -51,9 +51,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Run by itself, this file stands first in the path, and not the project.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
+import ddp
+import dropin
+import zero
 from bench.start import join, Parser
 from bench.timeline import refuse
-from dropin import ddp, zero
 
 # -------------------------------------------------------------------------------------------------
 # the model
@@ -158,10 +160,10 @@ OURS = {
     "Zero1": functools.partial(our_stage, zero.Zero1),
     "Zero2": functools.partial(our_stage, zero.Zero2),
     "Zero3": functools.partial(our_stage, zero.Zero3),
-    "PlainDDP": functools.partial(our_ddp, ddp.PlainDDP),
-    "PlainZero1": functools.partial(our_stage, zero.PlainZero1),
-    "PlainZero2": functools.partial(our_stage, zero.PlainZero2),
-    "PlainZero3": functools.partial(our_stage, zero.PlainZero3),
+    "dropin DDP": functools.partial(our_ddp, dropin.DDP),
+    "dropin Zero1": functools.partial(our_stage, dropin.Zero1),
+    "dropin Zero2": functools.partial(our_stage, dropin.Zero2),
+    "dropin Zero3": functools.partial(our_stage, dropin.Zero3),
 }
 SYSTEMS = {"none": none, **TORCHS, **OURS}
 

@@ -253,9 +253,7 @@ class Guards:
         super().set_gradient_divide_factor(factor)
 
     def _begin_backward(self):
-        if compiled_autograd.in_compiled_autograd_region:
-            self._refuse("a backward by compiled autograd, which makes no callback at its end: "
-                         "switch it off, as by torch._dynamo.config.compiled_autograd = False")
+        self._guard_refuse_compiled_autograd()
         if self._is_under_way:
             self._refuse("a backward inside another, or after one that raised: pass "
                          "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
@@ -267,14 +265,10 @@ class Guards:
                 raise
             self._refuse("torch.autograd.grad() of parameters averages nothing: use backward()")
 
-    def _gradient_is_complete(self, name, p):
-        if p.grad is not None and p.grad.is_sparse:
-            self._refuse(f"{name} has a sparse gradient: pass sparse=False to its Embedding")
-        if torch.is_grad_enabled():  # as it is in a backward with create_graph=True
-            self._refuse(f"{name}: a mean over ranks cannot be differentiated, so there is no "
-                         f"backward(create_graph=True): take torch.autograd.grad(loss, inputs, "
-                         f"create_graph=True), and add a penalty to the loss")
-        super()._gradient_is_complete(name, p)
+    def _guard_refuse_compiled_autograd(self):
+        if compiled_autograd.in_compiled_autograd_region:
+            self._refuse("a backward by compiled autograd, which makes no callback at its end: "
+                         "switch it off, as by torch._dynamo.config.compiled_autograd = False")
 
     def _end_backward(self):
         try:

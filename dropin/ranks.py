@@ -117,6 +117,7 @@ class UnevenRanks:
     def _watch(self, buckets):
         super()._watch(buckets)
         self._accumulate_grad = {}
+        self._filled, self._came, self._missing = set(), set(), {}
         self._holders = {}  # {name: what gets the mean as `.grad`}: a parameter, or its shard
         for bucket in buckets:
             bucket.tag += self._first_tag
@@ -138,7 +139,8 @@ class UnevenRanks:
         self._is_fake = dist.get_backend(self.group) == "fake"
 
     def _before_gradient(self, gradient):
-        if in_backward():  # else a hook was called by hand
+        number = torch._C._current_graph_task_id()
+        if number != self._backward and number != -1:  # else a hook was called by hand
             self._notice_backward()
 
     def _begin_backward(self):
@@ -147,21 +149,19 @@ class UnevenRanks:
         question raises. It should: that writes no `.grad`, so nothing would be averaged. In
         no_sync() nothing is, anyway.)"""
         self._check_counts()
-        self._filled, self._came, self._missing = set(), set(), {}
+        for state in (self._filled, self._came, self._missing):
+            state.clear()
         super()._begin_backward()
         self._is_under_way = True
-        reached = set()
         try:
             for name, node in self._accumulate_grad.items():
-                if torch._C._will_engine_execute_node(node):
-                    reached.add(name)
+                if not torch._C._will_engine_execute_node(node):
+                    self._bucket_of[name].pending.discard(name)
         except RuntimeError:
             if self._averages:
                 self._is_under_way = False
                 raise
-        for bucket in self.buckets:
-            bucket.pending &= reached
-        if not reached:
+        if not any(bucket.pending for bucket in self.buckets):
             self._averages, self._to_launch = False, []
 
     def _check_frozen(self):
@@ -169,7 +169,13 @@ class UnevenRanks:
 
     def _gradient_is_complete(self, name, p):
         """A hook of a parameter. (Autograd may have left its gradient undefined.)"""
-        self._notice_backward()
+        if p.grad is not None and p.grad.is_sparse:
+            self._refuse(f"{name} has a sparse gradient: pass sparse=False to its Embedding")
+        is_first = not self._came
+        if is_first and torch.is_grad_enabled():  # as it is in a backward with create_graph=True
+            self._refuse(f"{name}: a mean over ranks cannot be differentiated, so there is no "
+                         f"backward(create_graph=True): take torch.autograd.grad(loss, inputs, "
+                         f"create_graph=True), and add a penalty to the loss")
         self._came.add(name)
         bucket = self._bucket_of[name]
         bucket.pending.discard(name)
@@ -215,22 +221,25 @@ class UnevenRanks:
         self._wait_for_reductions()
         self._is_under_way = False
         if self._averages:
-            self._start_count([self._is_used(name) for name in self._trained])
-            self._drop_means_of_nobody()
+            is_used = self._uses()
+            self._start_count(is_used)
+            if not all(is_used):
+                self._drop_means_of_nobody()
         super()._end_backward()
         if self._is_on_cpu:
             self._check_counts()
 
-    def _is_used(self, name):
-        """As in torch's DDP, a parameter whose gradient autograd has left undefined counts as used
-        when find_unused_parameters=False."""
-        is_undefined = name in self._came and not self.find_unused_parameters
-        return name not in self._missing or is_undefined
+    def _uses(self):
+        """[whether this rank has used a parameter]. As in torch's DDP, one whose gradient autograd
+        has left undefined counts as used when find_unused_parameters=False."""
+        unused = set(self._missing)
+        if not self.find_unused_parameters:
+            unused -= self._came
+        return [name not in unused for name in self._trained]
 
     def _drop_means_of_nobody(self):
-        """Where no rank has used a parameter. (If this rank has used all, it does not wait for the
-        counts.)"""
-        if self._unread_counts is None or all(map(self._is_used, self._trained)):
+        """Where no rank has used a parameter."""
+        if self._unread_counts is None:
             return
         count, _ = self._unread_counts
         with self._telling("wait", "count", "the ranks that use each parameter"):
@@ -284,9 +293,9 @@ class UnevenRanks:
             with self._telling("wait", "compare", "what ranks have done"):
                 dist.all_gather_object(histories, history, group=self.group)
             self._compare_histories(histories)
-        if self.find_unused_parameters:
+        if self.find_unused_parameters or all(n == self.group.size() for n in set(counts)):
             return
-        trained_now = {self._names[p] for p in self._names if p.requires_grad}
+        trained_now = {name for p, name in self._names.items() if p.requires_grad}
         unused = []
         for name, n in zip(self._trained, counts):
             if n < self.group.size() and name in trained_now:
@@ -414,7 +423,10 @@ class UnevenForwards:
         return is_inside and self._is_whole(unit)
 
     def _is_whole(self, unit):
-        return all(bucket.is_unsharded for bucket in unit.buckets)
+        for bucket in unit.buckets:
+            if not bucket.is_unsharded:
+                return False
+        return True
 
     def _post_submodule(self, unit, module, *_):
         """The unit around may have been freed meanwhile: unshard it again."""
@@ -511,6 +523,7 @@ class UnevenForwards:
         for bucket in self._all_buckets:
             if not stepped.isdisjoint(map(id, bucket.shards)):
                 self._gathers_all = True
+                break
 
     # ---- what a script calls
 

@@ -19,8 +19,10 @@ from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (_disable_current_modes,
+                                          _get_current_dispatch_mode_stack)
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import _CachedTorchDispatchMode
 
 import ddp
 from dropin.guards import IN_BACKWARD_OPTIMIZERS, has_closure
@@ -120,12 +122,9 @@ class Watch:
     name: str
     bucket: object
     i: int  # its number there
+    shard: nn.Parameter
     kind: type  # p's class while it may be read
-    seen: tuple  # p's address, version and requires_grad when it could first be read
-
-    @property
-    def shard(self):
-        return self.bucket.shards[self.i]
+    seen: tuple = ()  # p's address, version and requires_grad when it could first be read
 
     def write(self, shard, value):
         """This rank's part of value, a whole one, to its shard, or to another tensor of that."""
@@ -373,11 +372,14 @@ def outside_functorch():
     return temporarily_clear_interpreter_stack() if is_inside else contextlib.nullcontext()
 
 
-def outside_modes():
-    """A context that leaves dispatch modes, such as that of selective checkpointing, which counts
-    what is called in it: our own operations are not the script's."""
-    is_inside = torch._C._len_torch_dispatch_stack() > 0
-    return _disable_current_modes() if is_inside else contextlib.nullcontext()
+def outside_selective_checkpoint():
+    """A context that leaves a selective checkpoint which computes anew: it counts what is called in
+    it, and raises for our own operations."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, _CachedTorchDispatchMode):
+                return _disable_current_modes()
+    return contextlib.nullcontext()
 
 
 def as_tensors():
@@ -485,7 +487,7 @@ class ShardGuards:
                 self._guard_whole.add(shard)
                 if bucket.is_elsewhere(i):
                     self._guard_elsewhere.add(shard)
-            p._watch = Watch(name, bucket, i, type(p), seen_of(p))
+            p._watch = Watch(name, bucket, i, shard, type(p))
             if shard.shape != p.shape:
                 _, strides, _ = bucket.layouts[i]
                 shard._guard_cut = tuple(p.shape), tuple(strides), cuts[-1]
@@ -525,23 +527,24 @@ class ShardGuards:
             p.__class__ = Absent
         self._guard_hidden.add(unit)
 
-    @torch.compiler.disable
     def _use(self, unit, *_):
         """After it unit's parameters may be read."""
-        with outside_functorch(), outside_modes(), as_tensors():
+        self._guard_refuse_compiled_autograd()
+        with outside_functorch(), outside_selective_checkpoint(), as_tensors():
             super()._use(unit)
         if unit in self._guard_hidden:
             for p in unit.parameters:
                 p.__class__ = p._watch.kind
-                p._watch.seen = seen_of(p)
+                p._watch.seen = p.data_ptr(), p._version, p.requires_grad
             self._guard_hidden.discard(unit)
 
     def _is_whole(self, unit):
         return super()._is_whole(unit) and unit not in self._guard_hidden
 
     def _wait(self, unit):
-        with outside_functorch(), as_tensors():
-            super()._wait(unit)
+        if any([bucket.gather is not None for bucket in unit.buckets]):
+            with outside_functorch(), as_tensors():
+                super()._wait(unit)
 
     def _reshard(self, unit):
         """Stage 3 only: unit's parameters become Absent."""
@@ -553,8 +556,7 @@ class ShardGuards:
 
     def _invalidate(self, bucket):
         self._hide(bucket.unit)  # before the rest, which would look like a script's write
-        with as_tensors():
-            super()._invalidate(bucket)
+        super()._invalidate(bucket)
 
     # ---- shards
 
@@ -611,10 +613,12 @@ class ShardGuards:
         if self._guard_unasked and self._knows_order:  # a script steps by hand
             self._guard_end_of_questions()
         with as_tensors():
-            self._take_up_changes()
+            for bucket in self._all_buckets:
+                if bucket.has_new_versions():
+                    self._invalidate(bucket)
             super()._begin_backward()
             for shard in self._holders.values():
-                if isinstance(shard.grad, Part):
+                if shard.grad is not None and isinstance(shard.grad, Part):
                     shard.grad.__class__ = torch.Tensor
 
     def _end_backward(self):
@@ -803,6 +807,10 @@ class ShardGuards:
         self._hide_all()
         super().load_full_state_dict(state_dict)
 
+    def _invalidate_all(self):
+        with as_tensors():
+            super()._invalidate_all()
+
     def _guard_record(self, steps):
         """{name: how these steps have changed the parameter}. A rank may leave an empty shard out:
         then it does not know."""
@@ -817,8 +825,3 @@ class ShardGuards:
             if fact or shard.nbytes > 0:
                 record[self._guard_names[shard]] = fact
         return record
-
-
-def seen_of(p):
-    """A parameter's address, version and whether it is trained."""
-    return p.data_ptr(), p._version, p.requires_grad

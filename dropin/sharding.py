@@ -166,7 +166,6 @@ class ShardingOptions:
 
     def _launch(self, bucket):
         """What is sent has reduce_dtype."""
-        self._fill(bucket)
         bucket.take_sums()
         super()._launch(bucket)
 
@@ -240,6 +239,13 @@ class ShardedBucket(zero.ShardedBucket):
     def tag_of_step(self):
         """The same: ranks compare their steps."""
         return self.tag
+
+    def has_new_versions(self):
+        """Whether a script has changed shards, in place."""
+        for shard, (version, _) in zip(self.shards, self.noted):
+            if shard._version != version:
+                return True
+        return False
 
     def part_of(self, i, value):
         """This rank's part of value, all of the i-th parameter, in the shard's shape."""

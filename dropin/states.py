@@ -274,6 +274,9 @@ class StateDicts:
                 rest[name] = given[name]
         if rest:
             nn.Module.load_state_dict(self.module, rest, strict=False)
+        self._invalidate_all()
+
+    def _invalidate_all(self):
         for bucket in self._all_buckets:
             self._invalidate(bucket)
 
