@@ -45,14 +45,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
+import ddp
 from bench.start import join, Parser
 from bench.timeline import refuse
-from dropin import ddp
 
 SIZES = "1kB 8kB 64kB 512kB 4MB 32MB 256MB"
 UNITS = {"B": 1, "kB": 2**10, "MB": 2**20, "GB": 2**30}
 BITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}  # as tc has them
 FLOAT_BYTES = 4  # of fp32, which is what buffers have
+TAG = 1  # of our messages
 WARM_UP = 2  # runs that are not timed: connections are made, memory is taken
 
 
@@ -65,7 +66,7 @@ def own_chunk(flat):
 
 
 def our_all_gather(flat):
-    ddp.start_all_gather(flat).wait()
+    ddp.start_all_gather(flat, dist.group.WORLD, TAG).wait()
 
 
 def torchs_all_gather(flat):
@@ -73,7 +74,7 @@ def torchs_all_gather(flat):
 
 
 def our_reduce_scatter(flat):
-    ddp.start_reduce_scatter(flat).add()
+    ddp.ReduceScatter(flat, dist.group.WORLD, TAG).add(own_chunk(flat))
 
 
 def torchs_reduce_scatter(flat):
@@ -81,9 +82,9 @@ def torchs_reduce_scatter(flat):
 
 
 def our_all_reduce(flat):
-    reduction = ddp.start_all_reduce(flat)
-    reduction.add()
-    reduction.wait()
+    """As DDP does it from three ranks on. (With two it takes torch's own.)"""
+    our_reduce_scatter(flat)
+    our_all_gather(flat)
 
 
 def torchs_all_reduce(flat):
@@ -91,7 +92,7 @@ def torchs_all_reduce(flat):
 
 
 def our_broadcast(flat):
-    ddp.broadcast([flat], None)
+    ddp.broadcast([flat], dist.group.WORLD)
 
 
 def torchs_broadcast(flat):
@@ -115,9 +116,9 @@ class Collective:
 COLLECTIVES = (
     Collective("start_all_gather", our_all_gather, torchs_all_gather, whole, False,
                lambda W: (W - 1) / W),
-    Collective("start_reduce_scatter", our_reduce_scatter, torchs_reduce_scatter, own_chunk, True,
+    Collective("ReduceScatter", our_reduce_scatter, torchs_reduce_scatter, own_chunk, True,
                lambda W: (W - 1) / W),
-    Collective("start_all_reduce", our_all_reduce, torchs_all_reduce, whole, True,
+    Collective("both", our_all_reduce, torchs_all_reduce, whole, True,
                lambda W: 2 * (W - 1) / W),
     Collective("broadcast", our_broadcast, torchs_broadcast, whole, False,
                lambda W: 1),

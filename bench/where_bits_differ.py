@@ -38,9 +38,9 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from bench.start import join, Parser
-from dropin.ddp import total_norm
-from dropin.zero import Zero3
+from ddp import total_norm
 from model import GPT, GPTConfig, PRESETS
+from zero import Zero3
 
 VOCABULARY = {"tiny": 257}  # others have GPT-2's
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -19,7 +19,7 @@ from tests.common import ROOT
 RIGHT = sorted((ROOT / "judge" / "examples" / "right").glob("*.py"))
 WRONG = sorted((ROOT / "judge" / "examples" / "wrong").glob("*.py"))
 CLOSE = {"same bits", "close"}
-OURS = "our", "plain", "naive", "by_hand"
+OURS = "our", "book", "naive", "by_hand"
 
 
 def row(file, W, name, **options):

@@ -1,4 +1,4 @@
-"""DDP of ddp.py, where ranks may use different parameters."""
+"""DDP of dropin, where ranks may use different parameters."""
 
 from dropin import DDP
 

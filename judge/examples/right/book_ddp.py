@@ -1,10 +1,10 @@
-"""PlainDDP of ddp.py, the algorithm alone.
+"""DDP of ddp.py.
 
 In each backward every trained parameter has to get a gradient, on all ranks. Each rank has buffers
 of its own after the start."""
 
-from dropin.ddp import PlainDDP
+from ddp import DDP
 
 
 def wrap(module):
-    return PlainDDP(module)
+    return DDP(module)

@@ -1,0 +1,10 @@
+"""Zero2 of zero.py.
+
+In each backward every trained parameter has to get a gradient, on all ranks. All ranks call all
+units, in one order."""
+
+from zero import Zero2
+
+
+def wrap(module):
+    return Zero2(module)
