@@ -26,6 +26,7 @@ from zero import Zero1, Zero3
 
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")),
                                       ROOT / "tests" / "PROMISES.md")}
+PAGES["dropin"] = ROOT / "dropin" / "README.md"
 
 
 def blocks_of(page, language):
@@ -78,7 +79,7 @@ def test_readme_commands_run(page, package, tmp_path):
 def test_readme_own_loop_runs(tmp_path):
     """The example of one's own module, the same in DDP, with the same bits, and with Muon."""
     [own] = blocks_of("README", "python")
-    _, muon = blocks_of("using", "python")
+    [muon] = blocks_of("dropin", "python")
     with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
     with_muon = with_muon.replace("from zero import Zero3", "from dropin import Zero3")
     with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
@@ -102,9 +103,9 @@ def test_using_has_one_hash(tmp_path):
     """The loop with one hash at every W has it, in own.py on 1, 2 and 4 ranks; so has a plain loop
     of one process."""
     [own] = blocks_of("README", "python")
-    loop, _ = blocks_of("using", "python")
+    [loop] = blocks_of("using", "python")
     begin, end = own.index("    for step in range(100)"), own.index("    digest = ")
-    script = f"from dropin.ddp import clip_gradients_\n{own[:begin]}{loop}{own[end:]}"
+    script = f"from dropin import clip_gradients_\n{own[:begin]}{loop}{own[end:]}"
     script = script.replace("from zero import Zero3", "from dropin import Zero3")
     script = script.replace("range(100)", "range(10)")
     plain = re.sub(r"model = Zero3\(.*?\)\)", "model = net", script)
