@@ -186,8 +186,7 @@ class UnevenRanks:
 
     def _fill(self, bucket):
         """Move gradients together, once. One that this backward has not reached, and no_sync() has
-        not left, is zero, as other ranks may have used it; in no_sync() it is left alone, and so is
-        its bucket."""
+        not left, is zero, as other ranks may have used it; in no_sync() it stays None."""
         if bucket in self._filled:
             return
         missing = []
@@ -196,13 +195,14 @@ class UnevenRanks:
             for name, p in zip(bucket.names, bucket.parameters):
                 if p.grad is None:
                     missing.append((name, p))
-            if missing and not self._averages:
-                return
             for name, p in missing:
                 self._missing[name] = self._holders[name].grad is None
                 # One number in memory.
                 p.grad = torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape)
             bucket.fill()
+            if not self._averages:
+                for _, p in missing:
+                    p.grad = None
         self._filled.add(bucket)
 
     def _launch(self, bucket):
