@@ -61,11 +61,11 @@ class UnevenRanks:
 
     def _check_module(self, options):
         """Raise on every rank, naming the first difference, where ranks wrap different modules. Get
-        rank 0's tag, from which on this wrapper's messages have theirs."""
+        rank 0's number of this wrapper, which tells it, and its messages, from others."""
         self._names = first_names(self._named("parameters"))
         if not self._names:
             self._refuse("the module has no parameters")
-        self._first_tag, self.exposed_s = 0, 0.0
+        self._number, self.exposed_s = 0, 0.0
         if not self._init_sync:
             return
         facts = [type(self).__name__, *self._compared, f"{self.find_unused_parameters=}",
@@ -78,12 +78,12 @@ class UnevenRanks:
                          f"requires_grad={t.requires_grad}")
         with self._telling("wait", "compare", "modules"):
             self._check_equal(facts)
-        # From an id, as no two living objects have the same: wrappers hardly ever share tags. From
-        # 2**30 on, as a small number is pickled to fewer bytes, and what is sent should not vary.
-        tag = [2**30 + id(self) // 16 % 2**15 * 2**15]
-        with self._telling("wait", "get", "rank 0's tag"):
-            dist.broadcast_object_list(tag, group_src=0, group=self.group)
-        self._first_tag, = tag
+        # From an id, as no two living objects have the same. From 2**30 on, as a small number is
+        # pickled to fewer bytes, and what is sent should not vary.
+        number = [2**30 + id(self) // 16 % 2**30]
+        with self._telling("wait", "get", "rank 0's number of the wrapper"):
+            dist.broadcast_object_list(number, group_src=0, group=self.group)
+        self._number, = number
 
     def _check_added(self):
         """Guards look at each forward."""
@@ -119,8 +119,9 @@ class UnevenRanks:
         self._accumulate_grad = {}
         self._filled, self._came, self._missing = set(), set(), {}
         self._holders = {}  # {name: what gets the mean as `.grad`}: a parameter, or its shard
+        first_tag = self._number % 2**16 * 2**14  # so wrappers hardly ever share tags
         for bucket in buckets:
-            bucket.tag += self._first_tag
+            bucket.tag += first_tag
         for bucket in self.buckets:
             holders = bucket.parameters if self.shard_group is None else bucket.shards
             for name, p, holder in zip(bucket.names, bucket.parameters, holders):
@@ -273,7 +274,7 @@ class UnevenRanks:
         """What ranks have in common that average a backward, as {what: a text}. If one rank calls
         two wrappers in another order, the first backward of the one meets that of the other. So a
         checksum of all texts is compared over ranks."""
-        return {"backwards": f"wrapper {self._first_tag}"}
+        return {"backwards": f"wrapper {self._number}"}
 
     def _checksum(self, history):
         """int32 has the sum of all ranks'."""
