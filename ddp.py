@@ -347,7 +347,8 @@ class Reducer(nn.Module):
                 self._refuse(f"a part of the module is wrapped already, by {type(m).__name__}")
         for p, name in self._names.items():
             for hook in (p._post_accumulate_grad_hooks or {}).values():
-                if isinstance(hook, functools.partial) and isinstance(hook.args[0], Reducer):
+                owner = next(iter(getattr(hook, "args", ())), None)  # see `_hook`
+                if isinstance(owner, Reducer):
                     self._refuse(f"{name} is wrapped already")
         for name, t in tensors.items():
             if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
@@ -646,6 +647,8 @@ def total_norm(tensors: list[Tensor], process_group: ProcessGroup | None = None)
         norms = torch._foreach_norm(tensors, 2, torch.float64)
         total = torch.stack(norms).double().square().sum()
     if process_group is not None:
+        # A rank without gradients has its zero on the CPU, which the group may not serve.
+        total = total.to(dist.distributed_c10d._get_object_coll_device(process_group))
         dist.all_reduce(total, group=process_group)
     return total.sqrt()
 
@@ -663,6 +666,7 @@ def clip_gradients_(gradients: Iterable[Tensor], max_norm: float,
     norm = total_norm(gradients, process_group) / divide_by
     if gradients and (max_norm < math.inf or divide_by != 1):
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        # Also if the factor is 1: to ask for it would make the CPU wait for an accelerator.
-        torch._foreach_mul_(gradients, (clip / divide_by).float())
+        factor = (clip / divide_by).float().to(gradients[0].device)
+        # Also if it is 1: to ask for it would make the CPU wait for an accelerator.
+        torch._foreach_mul_(gradients, factor)
     return norm

@@ -166,12 +166,7 @@ class ShardedBucket(Bucket):
             self.chunk = self.chunk.clone()  # a view would keep all of whole
 
         self.lay_out_shards()
-        self.shards = []
-        for p, part, (shape, strides, _) in zip(parameters, self.parts(self.chunk), self.layouts):
-            shard = nn.Parameter(part, p.requires_grad)
-            shard.whole_shape, shard.whole_stride = shape, strides
-            self.shards.append(shard)
-        self.noted = self.versions_and_places()
+        self.make_shards()
 
     def own_chunk(self, flat: Tensor) -> Tensor:
         """This rank's chunk, (n/W,), of a buffer (n,): a view."""
@@ -195,6 +190,15 @@ class ShardedBucket(Bucket):
             ones = (1,) * max(1, len(shape))
             self.firsts.append(first)
             self.shard_layouts.append(((end - first, *ones[1:]), ones, place))
+
+    def make_shards(self) -> None:
+        self.shards = []
+        parts = self.parts(self.chunk)
+        for p, part, (shape, strides, _) in zip(self.parameters, parts, self.layouts):
+            shard = nn.Parameter(part, p.requires_grad)
+            shard.whole_shape, shard.whole_stride = shape, strides
+            self.shards.append(shard)
+        self.noted = self.versions_and_places()
 
     def parts(self, chunk: Tensor) -> list[Tensor]:
         """This rank's part of each parameter: views of chunk, (n/W,)."""

@@ -227,14 +227,14 @@ class ShardedBucket(zero.ShardedBucket):
         self.reduce_dtype, self.sums = self.chunk.dtype, None
         if reduce_dtype is not None and self.chunk.is_floating_point():
             self.reduce_dtype = reduce_dtype
-        for p, shard in zip(parameters, self.shards):
+
+    def make_shards(self):
+        if self.offloads:
+            self.chunk = self.chunk.cpu().pin_memory()
+        super().make_shards()
+        for p, shard in zip(self.parameters, self.shards):
             for name, value in vars(p).items():  # such as p.no_decay, by which scripts make groups
                 setattr(shard, name, value)
-        if offloads:
-            self.chunk = self.chunk.cpu().pin_memory()
-            for shard, part in zip(self.shards, self.parts(self.chunk)):
-                shard.data = part
-            self.noted = self.versions_and_places()
 
     def tag_of_step(self):
         """The same: ranks compare their steps."""
