@@ -254,6 +254,8 @@ class ShardedBucket(zero.ShardedBucket):
         return self.parts(self.own_chunk(whole))[i]
 
     def start_gather(self):
+        if self.whole is None:
+            self.whole = torch.empty(self.n, dtype=self.dtype, device=self.device)
         super().start_gather()
         self.memory = self.whole.untyped_storage()._cdata
 
