@@ -51,6 +51,10 @@ class UnevenRanks:
     _is_under_way = False
     _compared = ()  # options, as texts
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return self.group
+
     # ---- modules and buffers
 
     def _named(self, kind, modules=None):
@@ -549,15 +553,12 @@ class UnevenForwards:
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also forgets what no_sync() has held back, and a backward that has raised, for whose
-        all-gathers it waits."""
+        """Also forgets what no_sync() has held back, and a backward that has raised."""
         super().zero_grad(set_to_none)
         with torch._C.DisableTorchFunctionSubclass():  # guards' class would take the shard's
             for bucket in self.buckets:
                 for p in bucket.parameters:
                     p.grad = None  # was on its way to a bucket
-        for unit in self.units:
-            self._wait(unit)
         self._gathers_all = True
 
 

@@ -158,10 +158,6 @@ class TorchOptions:
     require_forward_param_sync = True
 
     @property
-    def process_group(self) -> dist.ProcessGroup:
-        return self.group
-
-    @property
     def reducer(self):
         return NoReducer()
 

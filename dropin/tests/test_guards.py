@@ -572,3 +572,21 @@ def test_questions_do_not_raise(wrapper):
     assert hasattr(weight, "grad") and "shape" in dir(weight)
 
 
+@on_ranks(2)
+@of_each(*ALL)
+def test_steps_in_no_sync(wrapper):
+    """DDP: they are this rank's own, as in local SGD, after which a script averages weights. A
+    stage has nothing of its own to step with."""
+    s = Script(wrapper)
+    alone = Script(None, x=s.x)
+    for _ in range(2):
+        alone.step()
+        if wrapper != "ddp":
+            with s.model.no_sync():
+                raises(RuntimeError, HOLDS, s.step)
+            return
+        with s.model.no_sync():
+            s.step()
+    for name, p in alone.module.named_parameters():
+        assert torch.equal(p, s.module.get_parameter(name)), name
+    s.backward()

@@ -538,6 +538,21 @@ def steps_after_no_sync(s):
     s.optimizer.step()
 
 
+@script()
+def steps_by_a_closure_after_no_sync(s):
+    """As Lightning makes each step of several micro-steps."""
+    for _ in range(2):
+        s.hold()
+
+        def closure():
+            loss = s.loss()
+            loss.backward()
+            return loss
+
+        s.optimizer.step(closure)
+        s.optimizer.zero_grad()
+
+
 @script(both=HOLDS)
 def syncs_all_but_the_last(s):
     s.backward()
