@@ -312,7 +312,7 @@ class ShardedBucket(zero.ShardedBucket):
 
 
 class SumOverGroups:
-    """Of own, a group's sum, over groups: a reduction, as `ReduceScatter`."""
+    """Of own, a group's sum, over groups: `add`, as of `ReduceScatter`."""
 
     def __init__(self, own, group):
         self.own, self.group, self.flat = own, group, own
@@ -322,9 +322,6 @@ class SumOverGroups:
             self.work = dist.all_reduce(self.flat, group=group, async_op=True)
         else:
             self.work = ReduceScatter(self.flat, group, FIRST_TAG)
-
-    def wait(self):
-        self.work.wait()
 
     def add(self, out, earlier=None):
         if isinstance(self.work, ReduceScatter):
