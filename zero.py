@@ -723,8 +723,9 @@ class Zero3(Zero2):
         come too late: a checkpoint inside of the unit computes before it asks for ours.)"""
         if in_backward() or not torch.is_grad_enabled():
             return
+        given = {id(t) for t in tree_leaves(inputs)}  # what is returned as it came is no sign
         for t in tree_leaves(outputs):
-            if isinstance(t, Tensor) and t.grad_fn is not None:
+            if isinstance(t, Tensor) and t.grad_fn is not None and id(t) not in given:
                 t.register_hook(functools.partial(self._use, unit))
 
     def _begin_backward(self):

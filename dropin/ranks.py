@@ -13,6 +13,7 @@ import zlib
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from zero import in_backward
 
@@ -366,6 +367,7 @@ class UnevenForwards:
                        submodules that are called in the forward of their unit
         _called_alone  submodules that a forward has begun with, outside of their unit's
         _gathers_all   whether the next forward gathers all units: `_begin_anew`
+        _marks         [(shard, its `.grad`, which are zeros that say: no_sync() has left more)]
     """
 
     _is_last_backward = True  # set_is_last_backward() changes it
@@ -375,7 +377,7 @@ class UnevenForwards:
         """Units need not be called, and there may be none."""
 
     def _watch(self, buckets):
-        self._in_forward, self._called_alone = [], set()
+        self._in_forward, self._called_alone, self._marks = [], set(), []
         super()._watch(buckets)
 
     def _hook_unit(self, unit):
@@ -496,8 +498,13 @@ class UnevenForwards:
     # ---- backward
 
     def _begin_backward(self):
+        """Take the marks away, but those to which a loss over shards has added."""
         self._drop_zeroed_gradients()
         super()._begin_backward()
+        for shard, mark in self._marks:
+            if shard.grad is mark and mark._version == 0:
+                shard.grad = None
+        self._marks.clear()
 
     def _mark_shards(self):
         """Only of those whose gradient no_sync() has left."""
@@ -505,6 +512,7 @@ class UnevenForwards:
             for p, shard in zip(bucket.parameters, bucket.shards):
                 if p.grad is not None and shard.grad is None:
                     shard.grad = torch.zeros_like(shard)
+                    self._marks.append((shard, shard.grad))
                 elif p.grad is not None:
                     shard.grad = shard.grad.data  # in the same memory, with a _version of its own
 
@@ -589,6 +597,14 @@ class UnevenOrder:
         if self._is_under_way and in_backward():
             self._launch_ready_buckets()
 
+    def _reach(self, unit, gradient):
+        """The backward may reach a unit: that of an output begins, or of what it has returned as it
+        came, which may be late. Gather nothing that the others do not: recipes do, where autograd
+        asks for a weight."""
+        self._notice_backward()
+        if unit in self._ahead:
+            self._use(unit)
+
     def _go_to_the_end(self):
         while self._ahead:
             self._use(self._ahead[0])
@@ -597,7 +613,10 @@ class UnevenOrder:
     def _leave(self, unit, module, inputs, outputs):
         """Watch for the backward of what has come out. The unit around may have been freed
         meanwhile: unshard it again."""
-        self._post_forward(unit, module, inputs, outputs)
+        if torch.is_grad_enabled() and not in_backward():
+            for t in tree_leaves(outputs):
+                if isinstance(t, Tensor) and t.grad_fn is not None:
+                    t.register_hook(functools.partial(self._reach, unit))
         super()._leave(unit, module, inputs, outputs)
         if self._in_forward:
             _, unit_around = self._in_forward[-1]
