@@ -4,9 +4,10 @@
 
     from dropin import DDP, Zero1, Zero2, Zero3
 
-Each is the book's class, of ddp.py or zero.py, under layers. A layer is a class that does something
-before or after a method of the book, or of the layer under it, which it calls by super(); where it
-does without that, it says so. They run in the order in which they stand here, the first one first.
+Each is the book's class, of ddp.py or zero.py, under layers. A layer is a class whose methods do
+something before or after the method of the same name under it, which they call by super(); or stand
+in its place. Layers stand here in their order, the first one on top: what comes before super() runs
+in this order, and what comes after it in the reverse one.
 """
 
 import torch

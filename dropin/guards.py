@@ -5,7 +5,7 @@
 There are many ways in which a script can compute something else than its author thinks, such as a
 step with what no_sync() has held back. Each is done right, where few lines can do that. Otherwise
 it raises RuntimeError, in a line that says what to do. A script without mistakes gets the same bits
-without guards. Names of attributes begin with `_guard_`, as all layers share one object.
+without guards. Attributes of its own begin with `_guard_`, as all layers share one object.
 """
 
 import collections
@@ -279,7 +279,9 @@ class Guards:
             self._guard_local = {}
         elif self.shard_group is None:
             for name in self._came:
-                self._guard_local[name] = weakref.ref(self._holders[name].grad)
+                gradient = self._holders[name].grad
+                if gradient is not None:  # autograd may have left it undefined
+                    self._guard_local[name] = weakref.ref(gradient)
 
     # ---- do ranks average what belongs together?
 

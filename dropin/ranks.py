@@ -3,8 +3,7 @@
 """Ranks that differ: they use other parameters, skip units, have buffers, several wrappers, errors.
 
 `UnevenRanks` is for DDP and the stages, `UnevenForwards` for the stages, `UnevenOrder` for stage 3.
-Each does something before or after a method of the book, ddp.py and zero.py, which it calls by
-super(). The order in which they run stands in __init__.py.
+They are layers: see __init__.py.
 """
 
 import functools
@@ -36,7 +35,7 @@ class UnevenRanks:
 
     Of the backward that is under way:
 
-        _is_under_way     it has not ended; if there is none, the last one has raised
+        _is_under_way     it has begun, and not ended; between backwards: the last one has raised
         _filled           buckets whose gradients have been moved together
         _came             names of the parameters whose gradient has come
         _missing          {name: whether there is nothing to which a mean could be added}, of those
@@ -81,8 +80,7 @@ class UnevenRanks:
         for name, t in sent:
             facts.append(f"{name}: {tuple(t.shape)}, strides {t.stride()}, {t.dtype}, "
                          f"requires_grad={t.requires_grad}")
-        with self._telling("wait", "compare", "modules"):
-            self._check_equal(facts)
+        self._check_equal(facts)
         # From an id, as no two living objects have the same. From 2**30 on, as a small number is
         # pickled to fewer bytes, and what is sent should not vary.
         number = [2**30 + id(self) // 16 % 2**30]
@@ -221,7 +219,7 @@ class UnevenRanks:
         (On an accelerator that is for the next forward or backward, as in torch: here the CPU would
         wait for the device.)"""
         for bucket in self.buckets:
-            bucket.pending.clear()
+            bucket.pending.clear()  # so the book misses none, either
         self._launch_ready_buckets()
         self._add_last()
         self._wait_for_reductions()
@@ -656,22 +654,21 @@ class UnevenOrder:
     # ---- recipes
 
     def _begin_recipes(self):
-        """Around those of a script, such as a checkpoint's."""
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)  # or compiled
-        super()._begin_recipes()
+        """Not inside of a script's own hooks of saved tensors, such as a checkpoint around the
+        model: these get all, weights too. A checkpoint counts what it gets, and has to get as much
+        when it computes anew."""
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # True: or compiled
+            super()._begin_recipes()
 
     def _pack(self, t):
-        """All that is no weight goes to the hooks around. What is not a plain view of a unit's
-        memory, such as a complex one, is cloned, as that memory will be freed."""
+        """What is not a plain view of a unit's memory, such as a complex one, is cloned, as that
+        memory will be freed."""
         bucket = self._bucket_around(t)
         if bucket is not None:
             if t.dtype == bucket.dtype and not t.is_conj() and not t.is_neg():
                 layout = t.shape, t.stride(), t.storage_offset()
                 return functools.partial(self._view_again, bucket, layout, bucket.version)
             t = t.detach().clone()
-        if self._outer is not None:
-            pack, unpack = self._outer
-            return functools.partial(unpack, pack(t))  # they have tests of their own
         return functools.partial(self._kept, t.detach(), t._version)
 
     def _bucket_around(self, t):

@@ -117,8 +117,8 @@ NOT_THAT_ONE = ("If it is another one of that name, which changes each element b
 
 
 @dataclasses.dataclass(eq=False)
-class Watch:
-    """What guards know of a parameter: its only attribute of ours, `p._watch`."""
+class Guarded:
+    """What guards know of a parameter: its only attribute of ours, `p._guarded`."""
     name: str
     bucket: object
     i: int  # its number there
@@ -148,8 +148,8 @@ class Absent(nn.Parameter):
         if not absent:
             raise RuntimeError(f"{name} of a list of parameters: {reason}")
         p = absent[0]
-        watch = p._watch
-        shard = watch.shard
+        known = p._guarded
+        shard = known.shard
         with torch._C.DisableTorchFunctionSubclass():
             if is_attribute and name == "grad" and not in_backward():
                 return function(shard, *args[1:])
@@ -158,14 +158,14 @@ class Absent(nn.Parameter):
             if name in FACTS or is_attribute and name not in VALUES:
                 return function(*args, **kwargs)
             if is_written and not isinstance(args[1], cls):
-                return watch.write(shard.detach(), args[1])
+                return known.write(shard.detach(), args[1])
         if name in CASTS:
             reason = "cast and move the module before wrapping it"
-        raise RuntimeError(f"{name} of {watch.name}: {reason}")
+        raise RuntimeError(f"{name} of {known.name}: {reason}")
 
     def __repr__(self):
         """For debuggers."""
-        return f"Absent({self._watch.name}, {tuple(self.shape)}, {self.dtype})"
+        return f"Absent({self._guarded.name}, {tuple(self.shape)}, {self.dtype})"
 
     def __format__(self, specification):
         return repr(self)
@@ -208,8 +208,9 @@ class Part(torch.Tensor):
             tree_map_only(Held, Held.drop, args)
         with torch._C.DisableTorchFunctionSubclass():
             result = function(*args, **kwargs)
-            if len(args) > 1 and type(result) is torch.Tensor:
-                for t in args:  # else a product with a wider tensor repeats the part's elements
+            if type(result) is torch.Tensor:
+                # Else a product with a wider tensor repeats the part's elements.
+                for t in (*args, *kwargs.values()):
                     if isinstance(t, Part) and t.shape != result.shape and name in ELEMENTWISE:
                         refuse_part(f"{name}, with a tensor of another shape,")
             if name == UNSCALE:
@@ -487,7 +488,7 @@ class ShardGuards:
                 self._guard_whole.add(shard)
                 if bucket.is_elsewhere(i):
                     self._guard_elsewhere.add(shard)
-            p._watch = Watch(name, bucket, i, shard, type(p))
+            p._guarded = Guarded(name, bucket, i, shard, type(p))
             if shard.shape != p.shape:
                 _, strides, _ = bucket.layouts[i]
                 shard._guard_cut = tuple(p.shape), tuple(strides), cuts[-1]
@@ -514,13 +515,13 @@ class ShardGuards:
     def _take_back(self, unit):
         """What a forward has written to unit's parameters goes to the shards; so does a freeze."""
         for p in unit.parameters:
-            watch = p._watch
-            address, version, requires_grad = watch.seen
+            known = p._guarded
+            address, version, requires_grad = known.seen
             if (p.data_ptr(), p._version) != (address, version):
                 # .data: this is no change of version, so the graphs of this forward stay valid.
-                watch.write(watch.shard.data, p.data)
+                known.write(known.shard.data, p.data)
             if p.requires_grad != requires_grad:
-                watch.shard.requires_grad = p.requires_grad
+                known.shard.requires_grad = p.requires_grad
 
     def _make_absent(self, unit):
         for p in unit.parameters:
@@ -534,8 +535,8 @@ class ShardGuards:
             super()._use(unit)
         if unit in self._guard_hidden:
             for p in unit.parameters:
-                p.__class__ = p._watch.kind
-                p._watch.seen = p.data_ptr(), p._version, p.requires_grad
+                p.__class__ = p._guarded.kind
+                p._guarded.seen = p.data_ptr(), p._version, p.requires_grad
             self._guard_hidden.discard(unit)
 
     def _is_whole(self, unit):
@@ -563,13 +564,14 @@ class ShardGuards:
     def _check_shards(self):
         with as_tensors():  # else an Absent answers by Python
             for p in self._names:
-                shard = p._watch.shard
+                shard = p._guarded.shard
                 if p.requires_grad != shard.requires_grad:  # a script has frozen or unfrozen it
                     p.requires_grad = shard.requires_grad
                 if shard._backward_hooks or shard._post_accumulate_grad_hooks:
-                    self._refuse(f"{p._watch.name}: a shard's hooks do not run: hook the module's")
+                    self._refuse(f"{p._guarded.name}: a shard's hooks do not run: hook the "
+                                 f"module's")
                 if IN_BACKWARD_OPTIMIZERS in shard.__dict__:
-                    self._refuse_optimizer_in_backward(p._watch.name)
+                    self._refuse_optimizer_in_backward(p._guarded.name)
 
     @torch.inference_mode(False)
     @torch.no_grad()

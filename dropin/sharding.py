@@ -34,6 +34,7 @@ class ShardingOptions:
         refuse_no_size(bucket_cap_mb)
         self._uncut = set_of_parameters(module, uncut)
         self._compared = [f"{param_dtype=} {reduce_dtype=} {shard_size=} {bucket_cap_mb=}"]
+        names = first_names(named_modules(module))
         for name, p in named_tensors(module, "parameters"):
             if p in self._uncut:
                 self._compared.append(f"uncut: {name}")
@@ -42,6 +43,7 @@ class ShardingOptions:
         self._init_fn = [init_fn]  # in a list: a Module may be given, which is not kept
         self._asked_device = device
         units = self._in_order_of_module(module, find_units(module) if units is None else units)
+        self._compared.append(f"units: {[names[unit] for unit in units]}")
         super().__init__(module, process_group, units, bucket_cap_mb, param_dtype)
         self._init_fn.clear()
 
@@ -59,9 +61,9 @@ class ShardingOptions:
     def _fill_units(self, cap_bytes, param_dtype):
         """Make the buckets of all units, of this class's own kinds."""
         self._make_groups()
-        self._device = self._choose_device()
-        self.exposed_s = 0.0 if self._device.type == "cpu" else math.nan
-        self._offloads = self._asked_offload and self._device.type != "cpu"
+        device = self._choose_device()
+        self.exposed_s = 0.0 if device.type == "cpu" else math.nan  # it was on meta
+        self._offloads = self._asked_offload and device.type != "cpu"
         # {whether parameters are trained: [bytes of uncut ones that each rank owns so far]}. Apart,
         # since a trained one takes more memory: gradients and the optimizer's state.
         self._loads = {True: [0] * self.shard_group.size(), False: [0] * self.shard_group.size()}
@@ -69,7 +71,7 @@ class ShardingOptions:
         divide(self._named("parameters"), self.units)
         stand_ins = {}
         for unit in self.units:
-            real = fill_meta(self.module, unit, self._device, *self._init_fn)
+            real = fill_meta(self.module, unit, device, *self._init_fn)
             for p in unit.parameters:
                 p.grad = None
             if self._replicate_group is not None:
@@ -182,8 +184,8 @@ OPTIONS = """
     param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast.
     The shards, and so the optimizer's state, keep the module's dtype.
     reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
-    shard_size: hybrid sharding, as torch's HSDP. W in the table is shard_size: each group of so
-    many ranks has all shards, and gradients are reduced inside a group, then over groups.
+    shard_size: hybrid sharding, as torch's HSDP. Each group of so many ranks has all shards, and
+    gradients are reduced inside a group, then over groups. It is the W in zero.py's table of bytes.
     offload: shards, and so the optimizer's state and its step, are on the CPU.
     init_fn, device: how and where to fill what is on the meta device: see `fill_meta`.
     uncut: parameters each of which one rank owns whole, as Muon needs it: see `OwnedBucket`.
@@ -216,8 +218,11 @@ class ShardedBucket(zero.ShardedBucket):
         sums          (n,) gradients so far, in reduce_dtype, if parameters have another; or None.
                       (Then `.grad` of the module's parameters has zeros)
         device        of all but the shards
+        owners        None; see `OwnedBucket`
         memory        of `whole`, by which it is found
     """
+
+    owners = None
 
     def __init__(self, parameters, names, unit, group, tag, param_dtype, keeps_whole, reduce_dtype,
                  offloads):
@@ -237,7 +242,7 @@ class ShardedBucket(zero.ShardedBucket):
                 setattr(shard, name, value)
 
     def tag_of_step(self):
-        """The same: ranks compare their steps."""
+        """One for all steps. Ranks compare these, so one that has made others is named."""
         return self.tag
 
     def has_new_versions(self):

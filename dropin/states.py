@@ -127,7 +127,7 @@ class OptimizerStates:
         """The reverse of `_join_state`: on every rank what it has of the whole."""
         whole_shape, strides, _ = bucket.layouts[i]
         shape, _, _ = bucket.shard_layouts[i]
-        if hasattr(bucket, "owners"):  # uncut
+        if bucket.owners is not None:  # uncut
             return {} if bucket.is_elsewhere(i) else whole
         n = math.prod(shape)
         first = bucket.firsts[i]
@@ -178,7 +178,7 @@ class StateDicts:
 
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True):
-        """(original name, this rank's shard) of every parameter of the module, in its order."""
+        """(its name now, this rank's shard) of every parameter of the module, in its order."""
         shard_of = {}
         for bucket in self._all_buckets:
             shard_of.update(zip(bucket.parameters, bucket.shards))

@@ -158,6 +158,8 @@ def test_undefined_gradients_count_as_used(left_out):
     for wrap in (DistributedDataParallel, DDP):
         module = Product()
         model = wrap(module)
+        with model.no_sync():
+            model(torch.ones(3) * (rank + 1), left_out[rank]).sum().backward()
         for step in range(2):
             model(torch.ones(3) * (rank + 1), left_out[rank]).sum().backward()
         actual.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})

@@ -340,6 +340,37 @@ def test_ranks_skip_a_tower(wrapper, place):
                 assert torch.allclose(actual[name], p, atol=1e-6), f"{case}: {name} in the end"
 
 
+class Passing(nn.Linear):
+    """It returns its input, too, whose gradient comes when the backward of this unit is over."""
+
+    def forward(self, x):
+        return super().forward(x).tanh(), x
+
+
+class Passed(nn.Module):
+    def __init__(self, order):
+        super().__init__()
+        torch.manual_seed(0)
+        self.order = order
+        self.first = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Passing(8, 8) for _ in range(5))
+
+    def forward(self, idx):
+        x = self.first(idx)
+        for i in self.order:
+            y, x = self.blocks[i](x)
+            x = x + y
+        return x.square().mean()
+
+
+@on_ranks(2)
+def test_units_that_return_their_input():
+    """No rank gathers a unit for it that another one has skipped."""
+    model = Zero3(Passed(range(5)))
+    for orders in ([range(5)], [(0, 1, 3, 4), (0, 1, 2, 4)], [range(5), (0, 2, 3)]):
+        assert_means(model, *orders, make=Passed)
+
+
 class Towers(nn.Module):
     """A ReLU is a unit without parameters, and so is a layer whose parameters another unit has:
     these belong to the root."""

@@ -858,6 +858,27 @@ def selective(net, x):
     return net.head(x) * net.scale
 
 
+@script()
+def checkpoints_the_model(s):
+    for _ in range(2):
+        x = s.x.clone().requires_grad_()
+        checkpoint(s.model, x, use_reentrant=False).square().mean().backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+
+
+@script()
+def checkpoints_each_block_by_hand(s):
+    """Outside of the model's forward."""
+    for _ in range(2):
+        x = s.x.clone().requires_grad_()
+        for block in s.module.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        x.square().mean().backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+
+
 # ---- state that is no tensor
 
 

@@ -56,6 +56,31 @@ def test_means_of_another_dtype_add_up():
             assert gradient.equal(2 * once[name]), (kind, name)
 
 
+@on_ranks(3)
+@of_each(*STAGES)
+def test_sums_are_made_in_reduce_dtype(stage):
+    """Of micro-steps in no_sync(), and of ranks; they are rounded once, to that of shards."""
+    model = WRAPPERS[stage](Shared(), reduce_dtype=torch.float64)
+    model.set_gradient_divide_factor(1)
+    whole = model.full_state_dict()
+    expected = {}
+    for scale in (1.0, 1e-7, 3.0):
+        plain = Shared()
+        plain.load_state_dict(whole)
+        (scale * plain(IDX)).backward()
+        for name, p in plain.named_parameters():
+            expected[name] = expected.get(name, 0) + p.grad.double()
+    for scale in (1.0, 1e-7):
+        with model.no_sync():
+            (scale * model(IDX)).backward()
+    (3.0 * model(IDX)).backward()
+    starts = model.shard_starts()
+    for name, p in model.named_parameters():
+        n = len(p.grad)
+        total = expected[name].flatten()[starts[name]:starts[name] + n] * 3  # of three equal ranks
+        assert torch.equal(p.grad.as_subclass(torch.Tensor).flatten(), total.float()), name
+
+
 @on_ranks(2)
 @of_each(*ALL)
 def test_closures(wrapper):
