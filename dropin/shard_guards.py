@@ -707,7 +707,7 @@ class ShardGuards:
         # and a Part would cost them time. It is one again after the step.
         for shard in given:
             gradient = shard.grad
-            is_part = isinstance(gradient, Part) and not isinstance(gradient, Held)
+            is_part = type(gradient) is self._guard_part
             if is_part and (is_torchs or shard in self._guard_whole):
                 gradient.__class__ = torch.Tensor
                 self._guard_in_step.append(gradient)
