@@ -239,3 +239,35 @@ def test_a_unit_alone_is_gathered_alone():
     with elements_sent() as sent, torch.no_grad():
         model.module.blocks[3](torch.ones(1, WIDTH))
     assert 2 * sum(sent) <= 2 * UNIT, f"{2 * sum(sent) / UNIT} units"
+
+
+class Passing(nn.Linear):
+    """It returns its input, too, if asked: the gradient of that comes late."""
+
+    def forward(self, x, both):
+        y = x + super().forward(x)
+        return (y, x) if both else y
+
+
+class Passed(nn.Module):
+    def __init__(self, both):
+        super().__init__()
+        self.both = both
+        self.blocks = nn.ModuleList(Passing(WIDTH, WIDTH) for _ in range(7))
+
+    def forward(self, x):
+        for block in self.blocks:
+            y = block(x, self.both)
+            x = y[0] if self.both else y
+        return x.square().mean()
+
+
+@on_ranks(2)
+def test_a_unit_that_returns_its_input_is_gathered_no_more_often():
+    sums = []
+    for both in (False, True):
+        model = Zero3(Passed(both))
+        with elements_sent() as sent:
+            model(torch.ones(1, WIDTH, requires_grad=True)).backward()
+        sums.append(sum(sent))
+    assert sums[0] == sums[1], f"{sums} elements"
