@@ -22,6 +22,9 @@ from torch._dynamo import compiled_autograd
 from torch.distributed.tensor import distribute_tensor, init_device_mesh, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+import ddp
+import dropin
+import zero
 from checkpoint import sharded_state
 from dropin import DDP
 from dropin.ranks import named_tensors
@@ -57,6 +60,37 @@ def test_files_work_alone(tmp_path):
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, text=True,
                           capture_output=True, env={**os.environ, "PYTHONPATH": ""})
     assert done.stdout == 2 * f"norm {math.sqrt(6)}\n", done  # of six gradients of 1
+
+
+LAYERS = [(dropin.DDP, dropin.OF_DDP, ddp.DDP), (dropin.Zero1, dropin.OF_STAGES, zero.Zero1),
+          (dropin.Zero2, dropin.OF_STAGES, zero.Zero2),
+          (dropin.Zero3, dropin.OF_STAGE_3, zero.Zero3)]
+
+
+@pytest.mark.parametrize(("kind", "layers", "book"), LAYERS)
+def test_layers_stand_over_the_book(kind, layers, book):
+    """In the order that is written down, none of them under another class of its own."""
+    assert kind.__mro__ == (kind, *layers, *book.__mro__)
+    for layer in layers:
+        assert layer.__bases__ == (object,), layer
+
+
+# Pairs of layers, of which the first one has to run before the second one, and why.
+BEFORE = [("ShardGuards", "Guards", "a stage's own _guard_refuse_local"),
+          ("Guards", "UnevenRanks", "what is compared stands in the history before it is sent"),
+          ("TorchOptions", "UnevenRanks", "sums that are there are divided before more are added"),
+          ("UnevenOrder", "UnevenForwards", "a unit is used when those before it are"),
+          ("UnevenForwards", "UnevenRanks", "marks are taken away when a backward has begun"),
+          ("UnevenRanks", "ShardingOptions", "a bucket is filled before its sums are taken"),
+          ("StateDicts", "ShardingOptions", "state dicts are those of the layer, not the book's")]
+
+
+@pytest.mark.parametrize(("first", "second", "why"), BEFORE)
+def test_order_of_layers(first, second, why):
+    for _, layers, _ in LAYERS:
+        names = [layer.__name__ for layer in layers]
+        if first in names and second in names:
+            assert names.index(first) < names.index(second), why
 
 
 # What may differ between the modules that ranks wrap, and the tensor that is named.
