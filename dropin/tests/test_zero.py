@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp import bucket_bytes
 from dropin import sharding, Zero2, Zero3
 from dropin.tests.measure import every_collective
-from dropin.tests.scripts import of_each
+from dropin.tests.scripts import Net, of_each
 from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
 from judge.measure import Chain, live_bytes
 from judge.training import fresh, gather, same_bits, STAGES, uncut
@@ -597,3 +597,31 @@ def test_a_mark_goes_with_what_it_stands_for(stage):
     model(x).sum().backward()
     model.zero_grad()
     assert live_bytes() - before <= plain + 1024
+
+
+@on_ranks(2)
+@of_each(*STAGES)
+def test_units_are_compared(stage):
+    net = Net()
+    raises(RuntimeError, "different modules.*units: ", STAGES[stage], net,
+           units=net.blocks[:1 + dist.get_rank()])
+
+
+@on_ranks(1)
+@of_each(*STAGES)
+def test_an_interrupt_in_a_forward(stage):
+    """As Ctrl-C: no hook is called after it. The next step is that of a plain module."""
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    plain, net = Net(), Net()
+    net.load_state_dict(plain.state_dict())
+    model = STAGES[stage](net)
+    x = torch.ones(2, 4, requires_grad=True)
+    for _ in range(2):
+        with net.blocks[1].register_forward_pre_hook(interrupt):
+            raises(KeyboardInterrupt, "", model, x)
+        for module in (plain, model):
+            module(x).square().mean().backward()
+    for p, shard in zip(plain.parameters(), model.parameters()):
+        assert torch.equal(p.grad.flatten(), shard.grad.as_subclass(torch.Tensor).flatten())
