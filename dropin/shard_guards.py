@@ -408,13 +408,7 @@ class ShardGuards:
     Until the first step with it a shard warns if a script asks for its shape, and is not filled by
     chance, as torch.nn.init does it.
 
-    Not noticed, and wrong: what a script computes of a shard, or of what an optimizer keeps for
-    one, that is not element by element, such as a norm; the shape of a shard after a step; a view
-    of a gradient that is kept over the next backward; writes into `.data` of shards between
-    micro-steps, in stages 1 and 2, if the backward before was in no_sync(), or was said not to be
-    the last; a value that a forward writes to a parameter, if ranks write different ones; a freeze,
-    or zero_grad() of the module, between forward and backward; views of parameters that were made
-    before wrapping; on meta, what `init_weights()` leaves out.
+    What is not noticed, and wrong, stands in README.md.
     """
 
     _guard_hint = (". (get_state_dict() of torch.distributed.checkpoint knows no shards: save "
@@ -543,7 +537,8 @@ class ShardGuards:
         return super()._is_whole(unit) and unit not in self._guard_hidden
 
     def _wait(self, unit):
-        if any([bucket.gather is not None for bucket in unit.buckets]):
+        is_coming = [bucket.gather is not None for bucket in unit.buckets]
+        if any(is_coming):  # else, as mostly, contexts would cost more than all the rest
             with outside_functorch(), as_tensors():
                 super()._wait(unit)
 

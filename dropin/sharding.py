@@ -71,15 +71,15 @@ class ShardingOptions:
         divide(self._named("parameters"), self.units)
         stand_ins = {}
         for unit in self.units:
-            real = fill_meta(self.module, unit, device, *self._init_fn)
+            on_meta = fill_meta(self.module, unit, device, *self._init_fn)
             for p in unit.parameters:
                 p.grad = None
             if self._replicate_group is not None:
                 ddp.broadcast(unit.parameters, self._replicate_group)
             self._fill_unit(unit, cap_bytes, param_dtype)
-            swap(real)
-            stand_ins |= real
-        swap(stand_ins)
+            swap(on_meta)  # again, so that filling another unit does not touch this one
+            stand_ins |= on_meta
+        swap(stand_ins)  # now all have what their buckets gave them
         self.units = [unit for unit in self.units if unit.buckets or unit is self.root]
         # The backward reaches the last units first, and completes the root's gradients at last.
         for unit in [*reversed(self.units[1:]), self.root]:
@@ -90,7 +90,7 @@ class ShardingOptions:
 
     def _fill_unit(self, unit, cap_bytes, param_dtype):
         """Its buckets, and one for all uncut ones of a kind, whatever its size: the more there are
-        in a bucket, the more even its chunks."""
+        in a bucket, the more even its chunks. (They get their tags when all are there.)"""
         common = dict(unit=unit, group=self.shard_group, tag=0, param_dtype=param_dtype,
                       keeps_whole=self.keeps_whole, reduce_dtype=self.reduce_dtype,
                       offloads=self._offloads)
