@@ -29,40 +29,67 @@ class OptimizerStates:
         each parameter. It takes the memory of the whole on every rank, which `sharded_state` of
         checkpoint.py does not.
 
+        Parameters go in the module's order: in an optimizer their order may be another one on each
+        rank, as where groups were made of sets, and some may lack empty shards. Groups of a stage
+        are as rank 0 has them.
+
         Raises RuntimeError for a parameter of another wrapper or module, and where a stage cannot
         put the state of a parameter together, as some keep it in lists.
         """
         known = self._known_to_optimizers()
-        state = {}
-        groups = []
+        groups, own = [], {}
         for group in optimizer.param_groups:
             names = []
             for p in group["params"]:
-                name, place = self._known(p, known)
+                name, _ = self._known(p, known)
                 names.append(name)
-                whole = copied(optimizer.state.get(p, {}))
+                own[name] = copied(optimizer.state.get(p, {}))
+            groups.append(group_of(group, names, names))
+        if self.shard_group is not None:
+            groups = self._groups_of_all_ranks(groups)
+        in_any = set()
+        for group in groups:
+            in_any.update(group["params"])
+            of_group = set(group["params"])
+            names = [name for name, _ in known.values() if name in of_group]
+            group.update(group_of(group, names, names))
+        state = {}
+        for name, place in known.values():
+            if name in in_any:
+                whole = own.get(name, {})
                 if place is not None:
                     whole = self._join_state(name, *place, whole)
                 if whole:
                     state[name] = whole
-            groups.append(group_of(group, names, names))
         return {"state": state, "param_groups": groups}
+
+    def _groups_of_all_ranks(self, own):
+        """Groups of names, as rank 0 has them, with the names that other ranks have there. Groups
+        of two ranks belong together if they share a name. A collective."""
+        groups_of = [None] * self.shard_group.size()
+        dist.all_gather_object(groups_of, own, group=self.shard_group)
+        merged = []
+        for groups in groups_of:
+            for group in groups:
+                add_group(group, merged)
+        return merged
 
     @torch.no_grad()
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer,
                                        state_dict: dict) -> None:
-        """Load a whole state: each rank takes its part; and what groups say, such as rates. Raises
-        RuntimeError where groups have other parameters, or the state of a parameter that is cut
-        has another shape, before anything is changed."""
+        """Load a whole state: each rank takes its part; and what groups say, such as rates. The
+        order of groups, and of parameters in them, does not matter. Raises RuntimeError where
+        groups have other parameters, or the state of a parameter that is cut has another shape,
+        before anything is changed."""
         known = self._known_to_optimizers()
         of_groups = []
         for group in optimizer.param_groups:
             of_groups.append([self._known(p, known) for p in group["params"]])
-        self._refuse_other_groups(of_groups, state_dict["param_groups"])
+        given = self._given_groups(of_groups, optimizer, state_dict["param_groups"])
         state = {}  # by number, as optimizers save it
         groups = []
         n = 0
-        for of_group, group in zip(of_groups, state_dict["param_groups"]):
+        for of_group, group in zip(of_groups, given):
             numbers = list(range(n, n + len(of_group)))
             n += len(of_group)
             groups.append(group_of(group, numbers, [name for name, _ in of_group]))
@@ -92,15 +119,17 @@ class OptimizerStates:
                          "model.parameters(), after the model was wrapped")
         return known[p]
 
-    def _refuse_other_groups(self, of_groups, given_groups):
-        """Raise where an optimizer and a whole state have other groups of parameters."""
-        ours = [{name for name, _ in of_group} for of_group in of_groups]
-        given = [set(group["params"]) for group in given_groups]
-        if ours != given:
+    def _given_groups(self, of_groups, optimizer, given_groups):
+        """For each group of the optimizer, [(name, place)], the given one of the same names; one
+        without any stays as it is. Raise where an optimizer and a whole state have other groups."""
+        ours = [frozenset(name for name, _ in of_group) for of_group in of_groups]
+        given = {frozenset(group["params"]): group for group in given_groups}
+        if {names for names in ours if names} != {names for names in given if names}:
             others = set().union(*ours) ^ set().union(*given)
             self._refuse(f"nothing was loaded: the optimizer has {len(ours)} groups of parameters, "
-                         f"and what is given {len(given)}; of other names or in other groups are "
-                         f"{sorted(others) or 'some'}")
+                         f"and what is given {len(given_groups)}; of other names or in other "
+                         f"groups are {sorted(others) or 'some'}")
+        return [given.get(names, group) for names, group in zip(ours, optimizer.param_groups)]
 
     def _join_state(self, name, bucket, i, own):
         """This rank's {kind: value} of a parameter -> that of the whole."""
@@ -112,6 +141,9 @@ class OptimizerStates:
         if not holders:  # the parameter has no elements
             holders = parts[:1]
         shape, whole = holders[0]
+        for _, state in holders:
+            if state.keys() != whole.keys():
+                self._refuse(f"ranks keep other state of {name}: {list(whole)} and {list(state)}")
         if shape == tuple(whole_shape):  # one rank has all of it
             return whole
         for kind, value in whole.items():
@@ -151,6 +183,18 @@ class OptimizerStates:
 def copied(state):
     """A copy on the CPU, which stays as it is while training goes on."""
     return tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), state)
+
+
+def add_group(group, groups):
+    """Its names to the one of groups that shares a name with it; or itself, if none does and it has
+    any: a rank may lack the empty shards of a whole group."""
+    names = set(group["params"])
+    for other in groups:
+        if not names.isdisjoint(other["params"]):
+            other["params"] += names.difference(other["params"])
+            return
+    if names:
+        groups.append(group)
 
 
 def group_of(group, parameters, names):
