@@ -346,13 +346,12 @@ class Reducer(nn.Module):
             if isinstance(m, (Reducer, nn.parallel.DistributedDataParallel)):
                 self._refuse(f"a part of the module is wrapped already, by {type(m).__name__}")
         for p, name in self._names.items():
-            for hook in (p._post_accumulate_grad_hooks or {}).values():
-                owner = next(iter(getattr(hook, "args", ())), None)  # see `_hook`
-                if isinstance(owner, Reducer):
-                    self._refuse(f"{name} is wrapped already")
+            if is_wrapped(p):
+                self._refuse(f"{name} is wrapped already")
         for name, t in tensors.items():
             if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
-                self._refuse(f"elements of {name} share memory, as after expand(): clone it")
+                self._refuse(f"elements of {name} share memory, as after expand(): clone it. (Or a "
+                             f"stage has had it: build the module anew)")
         facts = [f"{type(self).__name__}, {options}"]
         for name, t in tensors.items():
             facts.append(f"{name}: {tuple(t.shape)}, strides {t.stride()}, {t.dtype}, "
@@ -549,6 +548,15 @@ class Reducer(nn.Module):
         `clip_gradients_`. A collective where they are sharded."""
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         return clip_gradients_(gradients, max_norm, self.shard_group)
+
+
+def is_wrapped(p: nn.Parameter) -> bool:
+    """Whether a wrapper has hooked it, by `Reducer._hook`."""
+    for hook in (p._post_accumulate_grad_hooks or {}).values():
+        owner = next(iter(getattr(hook, "args", ())), None)
+        if isinstance(owner, Reducer):
+            return True
+    return False
 
 
 NO_SPAN = contextlib.nullcontext()

@@ -10,11 +10,11 @@ without guards. Attributes of its own begin with `_guard_`, as all layers share 
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import numbers
 import weakref
-import zlib
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,8 @@ from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ddp import Reducer
-from dropin.ranks import named_modules
+from ddp import is_wrapped, Reducer
+from dropin.ranks import as_known, named_modules
 from zero import in_backward
 
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"  # where torch notes them at a parameter
@@ -44,6 +44,7 @@ class Guards:
 
     _guard_hint = ""  # what else to say of an attribute of the module
     _may_step = False  # in DDP no_sync(may_step=True) sets it
+    _comm_hook = None  # of DDP
 
     # ---- the module
 
@@ -60,6 +61,13 @@ class Guards:
             if is_lookup and m.max_norm is not None and self.group.size() > 1:
                 self._refuse(f"{name}: max_norm={m.max_norm} changes the weights of each rank by "
                              f"its own batch, in the forward: pass max_norm=None")
+        self._guard_more_hooks = {}
+        for name, p in self._named("parameters"):
+            if is_wrapped(p) or hasattr(p, "_guarded"):
+                self._refuse(f"{name} is another wrapper's, or was: wrap one module that has all "
+                             f"that you train, once; or build the module anew")
+            if p._post_accumulate_grad_hooks:
+                self._guard_more_hooks[p] = 1 + len(p._post_accumulate_grad_hooks)
         for name, t in self._named("parameters") + self._named("buffers"):
             fault = fault_of_memory(t)
             if fault is not None:
@@ -104,6 +112,11 @@ class Guards:
         self._guard_kinds = {name: (p.dtype, p.device) for name, p in self._holders.items()}
         self._guard_filled = [p for p in self._holders.values() if p.nbytes > 0]
         self._guard_local = {}  # {name: a weak reference to the `.grad` that no_sync() has left}
+        self._guard_seen = weakref.WeakSet()  # optimizers that have stepped
+        # [(kind of optimizer, a weak reference to a parameter of it that is in no wrapper)]
+        self._guard_beside = []
+        self._guard_reached = []  # [(a name for it, such a parameter)] of this backward
+        self._guard_versions = [p._version for p in self._names]
         self._guard_log = Log(named_modules(self.module))
         buffers = self._named("buffers")
         self._guard_log.agreed = layout_of(buffers)
@@ -114,7 +127,15 @@ class Guards:
         self._guard_log.stepping = None  # a step has raised, or this forward is its closure's
         self._guard_end_of_backward("a forward")
         self._guard_parameters()
+        if self.shard_group is None and self._guard_new_versions():
+            self._guard_log.note("a change of parameters without an optimizer")
         super()._prepare_forward()
+
+    def _guard_new_versions(self):
+        """DDP: note the versions of parameters -> whether they are new."""
+        before = self._guard_versions
+        self._guard_versions = [p._version for p in self._names]
+        return self._guard_versions != before
 
     def _guard_parameters(self):
         """The module has the parameters with which it was wrapped, and each trained one has one
@@ -160,13 +181,18 @@ class Guards:
 
     def _guard_each_parameter(self, named):
         for name, p in named:
-            hooks = p._post_accumulate_grad_hooks
-            if p.requires_grad and len(hooks or ()) != 1 and id(p) in self._guard_ids:
-                if hooks:
-                    self._refuse(f"{name} got a post-accumulate hook after wrapping, or was "
-                                 f"wrapped twice: the hook would see what is not averaged yet")
-                self._refuse(f"{name} was unfrozen after wrapping, so its gradient would not be "
-                             f"averaged: wrap last (what is frozen after wrapping may be unfrozen)")
+            n_hooks = len(p._post_accumulate_grad_hooks or ())
+            if p.requires_grad and n_hooks != 1 and id(p) in self._guard_ids:
+                n_expected = self._guard_more_hooks.get(p, 1)
+                if n_hooks > n_expected:
+                    self._refuse(f"{name} got a post-accumulate hook after wrapping, which would "
+                                 f"see what is on its way to other ranks: set it before wrapping, "
+                                 f"where it sees this rank's own gradient; or look after the "
+                                 f"backward")
+                if n_hooks < n_expected:
+                    self._refuse(f"{name} was unfrozen after wrapping, so its gradient would not "
+                                 f"be averaged: wrap last (what is frozen after wrapping may be "
+                                 f"unfrozen)")
             if IN_BACKWARD_OPTIMIZERS in p.__dict__:
                 self._refuse_optimizer_in_backward(name)
         if self.shard_group is None:
@@ -180,6 +206,25 @@ class Guards:
         super()._apply(*arguments, **options)
         self._guard_parameters()
         return self
+
+    def _guard_see(self, optimizer):
+        """Before the first step of an optimizer, be it of another model. Its state may have been
+        loaded before that, and may be loaded later."""
+        self._guard_seen.add(optimizer)
+        kind = type(optimizer).__name__
+        own = []
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p in self._guard_names:
+                    own.append(p)
+                elif p.requires_grad and not is_wrapped(p) and not hasattr(p, "whole_shape"):
+                    self._guard_beside.append((kind, weakref.ref(p)))
+                    self._guard_log.n_due = 2
+        if own:
+            has_elements = any(p.nbytes > 0 for p in own)
+            self._guard_log.note_first_step(kind, len(optimizer.state) > 0, has_elements)
+            note = functools.partial(self._guard_log.note_load, f"a load of the state of {kind}")
+            optimizer.register_load_state_dict_post_hook(lambda _: note())
 
     def _refuse_optimizer_in_backward(self, name):
         self._refuse(f"{name} has an optimizer that steps in the backward, before gradients are "
@@ -196,9 +241,13 @@ class Guards:
     @torch.compiler.disable
     def _guard_before_step(self, optimizer, arguments, options):
         """Hook of all optimizers, before a step."""
+        if optimizer not in self._guard_seen:
+            self._guard_see(optimizer)
         if not self._guard_is_ours(optimizer):
             return
         name = type(optimizer).__name__
+        if in_backward() and self._is_under_way:
+            self._refuse_optimizer_in_backward(next(iter(self._came), "the module"))
         self._guard_end_of_backward(f"a step of {name}")
         if not has_closure(arguments, options):  # which may make the averaged backward
             self._guard_refuse_local(f"{name} steps", optimizer)
@@ -217,6 +266,7 @@ class Guards:
         log = self._guard_log
         if log.stepping is not None and log.stepping() is optimizer:
             log.stepping = None
+            self._guard_new_versions()
 
     def _guard_is_ours(self, optimizer):
         """Whether it has any of our parameters."""
@@ -229,7 +279,7 @@ class Guards:
     @torch.compiler.disable
     def clip_grad_norm_(self, max_norm):
         self._guard_refuse_local("clip_grad_norm_() comes")
-        self._guard_log.steps.append((f"clip_grad_norm_({float(max_norm)})", []))
+        self._guard_log.note(f"clip_grad_norm_({float(max_norm)})")
         return super().clip_grad_norm_(max_norm)
 
     def _guard_refuse_local(self, what, optimizer=None):
@@ -264,6 +314,8 @@ class Guards:
             if "autograd.grad" not in str(error):
                 raise
             self._refuse("torch.autograd.grad() of parameters averages nothing: use backward()")
+        if self._averages and self._guard_log.is_due():
+            self._guard_find_reached()
 
     def _guard_refuse_compiled_autograd(self):
         if compiled_autograd.in_compiled_autograd_region:
@@ -275,6 +327,11 @@ class Guards:
             super()._end_backward()
         finally:  # it may raise after it has given gradients
             self._guard_log.n_given = self._guard_n_gradients()
+        for p in self._guard_more_hooks:
+            name = self._names[p]
+            if name in self._came and name in self._missing:
+                self._refuse(f"a hook that was set before wrapping has taken the gradient of "
+                             f"{name} away, so it was not averaged: step after the backward")
         if self._averages:
             self._guard_local = {}
         elif self.shard_group is None:
@@ -286,7 +343,8 @@ class Guards:
     # ---- do ranks average what belongs together?
 
     def _history(self):
-        """Three texts of lines: what was done with backwards, buffers, and steps."""
+        """What was done with backwards, buffers and steps, in three texts of lines; checksums of
+        what ranks should have alike, by name."""
         log = self._guard_log
         history = super()._history()
         history["backwards"] += (f", {log.n_idle} steps without a gradient, "
@@ -294,26 +352,68 @@ class Guards:
         history["buffers"] = self._guard_text_of_buffers()
         if log.layout != log.agreed:
             log.new_memory = memory_of(self._named("buffers", log.modules))
+        history["beside"] = checksums_of(self._guard_reached)
         history["steps"] = log.text_of_steps(self._guard_names)
+        history["values"] = self._guard_checksums() if log.is_due() else {}
+        self._guard_reached = []
         log.begin_anew()
         return history
 
     def _compare_histories(self, histories):
         """What comes first is the cause of what comes after it."""
-        for what in ("backwards", "buffers", "steps"):
-            texts = [history[what] for history in histories]
-            rank = first_that_differs(texts)
-            if rank is None:
+        differences = {}
+        for what in histories[0]:
+            facts = [history[what] for history in histories]
+            rank = first_that_differs(facts)
+            if rank is not None:
+                differences[what] = difference(facts, rank)
+        if "backwards" in differences or not differences:
+            super()._compare_histories(histories)
+        if "buffers" in differences:
+            self._refuse(f"ranks have other buffers now: {differences['buffers']}. Nothing was "
+                         f"written over them. Make them alike on all ranks, or pass "
+                         f"broadcast_buffers=False")
+        if "beside" in differences:
+            name = first_in_dispute([history["beside"] for history in histories])
+            if name is not None:
+                self._refuse(f"ranks have other values of {name}, which the loss of this model "
+                             f"trains, too: it is in no wrapper, so nobody averages its gradient. "
+                             f"Wrap one module that has both. Or average `.grad` by hand before "
+                             f"each step. If each rank is to have its own: p.is_local = True")
+        if "steps" in differences:
+            self._guard_compare(f"ranks have gone different ways since the backward before: "
+                                f"{differences['steps']}. Decide on steps, rates and their number "
+                                f"by what all ranks know, such as a loss that was reduced over "
+                                f"them, and load on all")
+        elif "values" in differences:
+            self._guard_compare("something has changed parameters on one rank, or otherwise "
+                                "there, such as a load, or an optimizer that draws random numbers. "
+                                "Do it on all ranks alike")
+
+    # ---- values that ranks should have alike
+
+    def _guard_checksums(self):
+        """DDP: {name: a checksum of the parameter}; {} where ranks may have other values: after
+        init_sync=False, and with a comm hook, which may average over some of the ranks."""
+        if self.shard_group is not None or not self._init_sync or self._comm_hook is not None:
+            return {}
+        return checksums_of(self._named("parameters"))
+
+    def _guard_find_reached(self):
+        """Parameters that an optimizer has beside those of wrappers, and that this backward
+        reaches, such as those of a loss: their `.grad` is this rank's own."""
+        n_alike = collections.Counter()
+        for kind, reference in self._guard_beside:
+            p = reference()
+            if p is None or getattr(p, "is_local", False):
                 continue
-            if what == "buffers":
-                self._refuse(f"ranks have other buffers now: {difference(texts, rank)}. Nothing "
-                             f"was written over them. Make them alike on all ranks, or pass "
-                             f"broadcast_buffers=False")
-            if what == "steps":
-                self._guard_compare_steps(difference(texts, rank))
-                return
-            break
-        super()._compare_histories(histories)
+            name = f"a parameter of {kind} of shape {tuple(p.shape)}"
+            n_alike[name] += 1
+            if n_alike[name] > 1:
+                name += f", number {n_alike[name]}"
+            node = torch.autograd.graph.get_gradient_edge(p).node
+            if torch._C._will_engine_execute_node(node):
+                self._guard_reached.append((name, p))
 
     # ---- buffers that have changed since ranks compared them
     #
@@ -374,33 +474,26 @@ class Guards:
         """How many there are. (An optimizer may lack empty shards, and leave theirs.)"""
         return len([None for p in self._guard_filled if p.grad is not None])
 
-    def _guard_compare_steps(self, difference):
-        """Raise if the steps that the last count has compared differ in a way that matters.
-        difference: how they differ. A collective."""
-        steps, gradients = self._guard_log.counted
+    def _guard_compare(self, why):
+        """Raise if what the last count has compared differs in a way that matters. A collective."""
+        steps, gradients, begun = self._guard_log.counted
         own = self._guard_record(steps)
         if gradients is not None:
             own["whether there are gradients"] = gradients
+        if self.shard_group is not None:
+            for kind, has_state in begun:
+                if has_state is not None:
+                    own[f"the state of {kind} before its first step"] = has_state
         records = [None] * self.group.size()
         with self._telling("wait", "compare", "steps"):
             dist.all_gather_object(records, own, group=self.group)
-        first = {}  # {name: what the first rank that knows it has recorded}
-        for record in records:
-            for name, value in record.items():
-                if first.setdefault(name, value) != value:
-                    self._refuse(f"ranks have gone different ways since the backward before, which "
-                                 f"matters for {name}: {difference}. Decide on steps, rates and "
-                                 f"their number by what all ranks know, such as a loss that was "
-                                 f"reduced over them")
+        name = first_in_dispute(records)
+        if name is not None:
+            self._refuse(f"ranks differ in {name}: {why}")
 
     def _guard_record(self, steps):
-        """DDP: {name: a checksum of the parameter's values}. One rank may update what it then sends
-        to the others."""
-        record = {}
-        for name, p in self._named("parameters"):
-            values = p.detach().reshape(-1).cpu().contiguous().view(torch.uint8)
-            record[name] = zlib.crc32(values.numpy())
-        return record
+        """DDP: checksums. One rank may update what it then sends to the others."""
+        return checksums_of(self._named("parameters"))
 
 
 def ids_of(named):
@@ -412,12 +505,11 @@ def has_parameter(optimizer, parameter):
     return any(p is parameter for group in optimizer.param_groups for p in group["params"])
 
 
-def numbers_of(group, defaults):
-    """Of an optimizer's group, what its defaults have, too: ["lr = 0.1", ...]. (What an accelerator
-    holds is left out: reading it would make the CPU wait.)"""
+def numbers_of(group):
+    """Of an optimizer's group: ["lr = 0.1", ...]. (What an accelerator holds is left out: reading
+    it would make the CPU wait.)"""
     lines = []
-    for name in defaults:
-        value = group.get(name)
+    for name, value in group.items():
         if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
             value = value.item()
         parts = value if isinstance(value, tuple | list) else [value]
@@ -427,17 +519,40 @@ def numbers_of(group, defaults):
     return lines
 
 
-def first_that_differs(texts):
-    """The first rank whose text is not rank 0's, or None."""
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
+
+
+def checksums_of(named):
+    """{name: a checksum} of [(name, tensor)]: the sum of their bits, seen as integers. An
+    accelerator is waited for once."""
+    sums = []
+    for _, t in named:
+        t = as_known(t.detach())
+        sums.append(t.view(INTEGERS[t.itemsize]).sum())
+    values = torch.stack(sums).tolist() if sums else []
+    return dict(zip([name for name, _ in named], values))
+
+
+def first_in_dispute(records):
+    """The first name that has other values in two of these dictionaries, or None."""
+    first = {}
+    for record in records:
+        for name, value in record.items():
+            if first.setdefault(name, value) != value:
+                return name
+
+
+def first_that_differs(facts):
+    """The first rank whose fact is not rank 0's, or None."""
+    for rank, fact in enumerate(facts):
+        if fact != facts[0]:
             return rank
     return None
 
 
 def difference(texts, rank):
     """The first line in which texts of rank 0 and of rank differ, as words."""
-    lines = [texts[0].splitlines(), texts[rank].splitlines()]
+    lines = [str(texts[0]).splitlines(), str(texts[rank]).splitlines()]
     for of_0, of_rank in itertools.zip_longest(*lines, fillvalue="nothing"):
         if of_0 != of_rank:
             return f"rank 0 has {of_0}, and rank {rank} has {of_rank}"
@@ -457,13 +572,17 @@ class Log:
         n_idle    steps of DDP without any gradient
         stepping  a weak reference to the optimizer that steps, or None
         n_given   how many gradients the last backward has left, but for those of empty shards
+        n_counts  how often ranks have compared all this
+        n_due     for how many counts to come values are compared
 
     Since the last count, and of what that has compared:
 
         steps     [(kind, groups)]: the kind of optimizer, and of each of its groups (its numbers in
-                  lines, its parameters); of a call of clip_grad_norm_, that and no groups
+                  lines, its parameters); of what is no step, such as a load, that and no groups
+        begun     [(kind, whether it had state then)] of optimizers that have stepped for the first
+                  time; of one with empty shards alone nobody knows: None
         gradients whether those of before were zeroed, in words; or None, which is not compared
-        counted   (steps, gradients) of the last count
+        counted   (steps, gradients, begun) of the last count
 
     Of buffers:
 
@@ -477,9 +596,12 @@ class Log:
     n_idle: int = 0
     stepping: weakref.ref | None = None
     n_given: int = 0
+    n_counts: int = 0
+    n_due: int = 0
     steps: collections.deque = dataclasses.field(default_factory=new_steps)
+    begun: list = dataclasses.field(default_factory=list)
     gradients: str | None = None
-    counted: tuple = ((), None)
+    counted: tuple = ((), None, ())
     layout: list = dataclasses.field(default_factory=list)
     text_of_layout: str = ""
     counted_layout: list = dataclasses.field(default_factory=list)
@@ -487,15 +609,37 @@ class Log:
     memory: dict = dataclasses.field(default_factory=dict)
     new_memory: dict = dataclasses.field(default_factory=dict)
 
+    def note(self, what):
+        """What is no step, once since the last count."""
+        if (what, []) not in self.steps:
+            self.steps.append((what, []))
+
+    def note_load(self, what):
+        """What it leads to is there after the next step."""
+        self.note(what)
+        self.n_due = 2
+
+    def note_first_step(self, kind, has_state, has_elements):
+        self.begun.append((kind, has_state if has_elements else None))
+        if has_state:
+            self.n_due = 2
+
+    def is_due(self):
+        """Whether the next count compares values: it takes as long as to read all parameters."""
+        n = self.n_counts + 1
+        return self.n_due > 0 or n.bit_count() == 1 or n % 64 == 0  # 1, 2, 4, 8, ...
+
     def note_step(self, optimizer):
         groups = []
         for group in optimizer.param_groups:
-            groups.append((numbers_of(group, optimizer.defaults), list(group["params"])))
+            groups.append((numbers_of(group), list(group["params"])))
         self.steps.append((type(optimizer).__name__, groups))
 
     def text_of_steps(self, names):
         """In lines. names: {parameter: its name}."""
         lines = [str(self.gradients)]
+        for kind, had_state in self.begun:
+            lines.append(f"a first step of {kind}, whose state was there before: {had_state}")
         for kind, groups in self.steps:
             lines.append(f"a step of {kind}" if groups else kind)
             for of_group, parameters in groups:
@@ -507,8 +651,10 @@ class Log:
 
     def begin_anew(self):
         """A count has begun, which compares all this."""
-        self.counted, self.counted_layout = (self.steps, self.gradients), self.layout
-        self.steps, self.gradients = new_steps(), None
+        self.counted, self.counted_layout = (self.steps, self.gradients, self.begun), self.layout
+        self.steps, self.gradients, self.begun = new_steps(), None, []
+        self.n_counts += 1
+        self.n_due = max(0, self.n_due - 1)
 
 
 def memory_of(named):

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.optim.optimizer import (register_optimizer_step_post_hook,
-                                   register_optimizer_step_pre_hook)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import (_disable_current_modes,
                                           _get_current_dispatch_mode_stack)
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -68,8 +67,7 @@ ELEMENTWISE = CASTS | set("""
     addcmul addcdiv where masked_fill lt le gt ge eq ne isclose less less_equal greater
     greater_equal not_equal logical_not logical_and logical_or logical_xor bitwise_not bitwise_and
     bitwise_or bitwise_xor clone detach contiguous copy type_as int long short bool pin_memory zero
-    fill normal uniform bernoulli exponential zeros_like ones_like empty_like full_like rand_like
-    randn_like
+    fill zeros_like ones_like empty_like full_like
 """.split())
 ELEMENTWISE |= {f"{name}_" for name in ELEMENTWISE}  # in place
 ELEMENTWISE |= {f"_foreach_{name}" for name in ELEMENTWISE}
@@ -92,7 +90,8 @@ HELD = {"zero_", "_foreach_zero_", "detach_", "requires_grad_", "data_ptr", "__g
 # What a script asks for the shape of a parameter, and what fills it by chance.
 SHAPES = {"shape", "size", "numel", "nelement", "stride", "__len__", "T", "mT", "H", "mH"}
 BY_CHANCE = set("""
-    normal_ uniform_ kaiming_uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_
+    normal normal_ uniform_ kaiming_uniform_ bernoulli bernoulli_ exponential_ cauchy_ log_normal_
+    geometric_ random_ rand_like randn_like randint_like dropout dropout_ poisson
 """.split())
 # Optimizers that look at whole parameters, by the names of their classes, in small letters. There
 # are others.
@@ -124,6 +123,7 @@ class Guarded:
     i: int  # its number there
     shard: nn.Parameter
     kind: type  # p's class while it may be read
+    log: object  # the wrapper's
     seen: tuple = ()  # p's address, version and requires_grad when it could first be read
 
     def write(self, shard, value):
@@ -158,6 +158,7 @@ class Absent(nn.Parameter):
             if name in FACTS or is_attribute and name not in VALUES:
                 return function(*args, **kwargs)
             if is_written and not isinstance(args[1], cls):
+                known.log.note("values that were written to parameters of the module")
                 return known.write(shard.detach(), args[1])
         if name in CASTS:
             reason = "cast and move the module before wrapping it"
@@ -200,6 +201,8 @@ class Part(torch.Tensor):
                                    f"no_sync(): make the last backward before it outside of "
                                    f"no_sync()")
         is_of_two = len(args) == 2 and isinstance(args[1], torch.Tensor)
+        if name in BY_CHANCE:
+            raise RuntimeError(f"{name} of the gradient of a shard: {OTHER_NUMBERS}")
         if name not in ALLOWED and not (name in ALLOWED_OF_TWO and is_of_two):
             refuse_part(name)
         if name == "where" and len(args) == 1:  # which is nonzero()
@@ -241,6 +244,11 @@ def refuse_part(what):
                        f"reduce over ranks what you find")
 
 
+OTHER_NUMBERS = ("they would be other numbers than one process's, and perhaps the same in each "
+                 "rank's part. Draw them for p.whole_shape, on all ranks alike, and take this "
+                 "rank's part: model.shard_starts() says where it begins")
+
+
 class Held(Part):
     """`.grad` of a shard while no_sync() holds a gradient of it back. It can only be dropped."""
 
@@ -260,12 +268,17 @@ class PartOfParameter:
             return NotImplemented  # asks the gradient
         name = name_of(function)
         asks, level = who_asks()
-        is_init = "torch.nn.init" in (asks, getattr(function, "__module__", ""))
+        module = getattr(function, "__module__", None) or ""
+        is_init = "torch.nn.init" in (asks, module)
         with torch._C.DisableTorchFunctionSubclass():
             if name in BY_CHANCE or is_init and name in SHAPES:
-                raise RuntimeError(f"{name} of {shard_in(args, kwargs)}: it would not get the "
-                                   f"values of one process. Initialise the module before wrapping "
-                                   f"it, or on the meta device by init_fn=")
+                raise RuntimeError(f"{name} of {shard_in(args, kwargs)}: {OTHER_NUMBERS}. Better "
+                                   f"initialise the module before wrapping it, or on the meta "
+                                   f"device by init_fn=")
+            if module.startswith("torch.distributed"):
+                raise RuntimeError(f"{name} of {shard_in(args, kwargs)}: other ranks have other "
+                                   f"parts. All begin with rank 0's values, and gradients are "
+                                   f"averaged; whole values come from full_parameters()")
             if name in SHAPES and not asks.startswith("torch."):
                 # Without numbers: Python shows a text once for a line of a script.
                 warnings.warn(f"{name} of a shard, which is one rank's part of a parameter: that "
@@ -462,6 +475,7 @@ class ShardGuards:
         self._guard_in_step = []  # parts that are plain tensors while an optimizer steps
         self._guard_part = type("Part", (Part,), {"shard_group": self.shard_group})
         self._guard_held = type("Held", (Held,), {"shard_group": self.shard_group})
+        self._guard_of_step = weakref.WeakKeyDictionary()  # {optimizer: hooks around its step}
         self._guard_checked = weakref.WeakSet()  # optimizers, by `_guard_check_state`
         self._guard_hooked = weakref.WeakSet()  # those that tell when they have loaded state
         self._guard_unasked = set()  # shards that are a `Shard`
@@ -471,7 +485,6 @@ class ShardGuards:
         self._guard_elsewhere = set()  # and those of them that other ranks own: empty here
         super()._watch(buckets)
         self._hook(register_optimizer_step_pre_hook, type(self)._guard_before_shards_step)
-        self._hook(register_optimizer_step_post_hook, type(self)._guard_after_shards_step)
         self._shards = set(self._guard_names)
         cuts = []
         for p, name in self._names.items():
@@ -482,7 +495,7 @@ class ShardGuards:
                 self._guard_whole.add(shard)
                 if bucket.is_elsewhere(i):
                     self._guard_elsewhere.add(shard)
-            p._guarded = Guarded(name, bucket, i, shard, type(p))
+            p._guarded = Guarded(name, bucket, i, shard, type(p), self._guard_log)
             if shard.shape != p.shape:
                 _, strides, _ = bucket.layouts[i]
                 shard._guard_cut = tuple(p.shape), tuple(strides), cuts[-1]
@@ -698,14 +711,39 @@ class ShardGuards:
         self._check_shards()
         for shard in self._guard_elsewhere:
             shard.grad = None  # a loss over the shards has left an empty one
-        # What is whole may be looked at. On the rest torch's optimizers work element by element,
-        # and a Part would cost them time. It is one again after the step.
-        for shard in given:
-            gradient = shard.grad
-            is_part = type(gradient) is self._guard_part
-            if is_part and (is_torchs or shard in self._guard_whole):
-                gradient.__class__ = torch.Tensor
-                self._guard_in_step.append(gradient)
+        self._guard_hook_step(optimizer)
+
+    def _guard_hook_step(self, optimizer):
+        """Of this optimizer, a hook next before its step and one next after it: so a script's own
+        hooks see parts. These may have been set meanwhile."""
+        if optimizer not in self._guard_of_step:
+            me = weakref.proxy(self)
+            before = functools.partial(type(self)._guard_show_gradients, me)
+            after = functools.partial(type(self)._guard_hide_gradients, me)
+            self._guard_of_step[optimizer] = (optimizer.register_step_pre_hook(before),
+                                              optimizer.register_step_post_hook(after))
+        before, after = self._guard_of_step[optimizer]
+        optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+
+    @torch.compiler.disable
+    def _guard_show_gradients(self, optimizer, arguments, options):
+        """What is whole may be looked at. On the rest torch's optimizers work element by element,
+        and a Part would cost them time. It is one again after the step."""
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        for group in optimizer.param_groups:
+            for shard in group["params"]:
+                gradient = shard.grad
+                is_part = type(gradient) is self._guard_part
+                if is_part and (is_torchs or shard in self._guard_whole):
+                    gradient.__class__ = torch.Tensor
+                    self._guard_in_step.append(gradient)
+
+    @torch.compiler.disable
+    def _guard_hide_gradients(self, optimizer, arguments, options):
+        for gradient in self._guard_in_step:
+            gradient.__class__ = self._guard_part
+        self._guard_in_step.clear()
 
     def _guard_elementwise(self, optimizer, given):
         """Refuse an optimizer that looks at more than single elements, by the name of its class, or
@@ -759,13 +797,6 @@ class ShardGuards:
         self._guard_checked.add(optimizer)
 
     @torch.compiler.disable
-    def _guard_after_shards_step(self, optimizer, arguments, options):
-        """Hook of all optimizers, after a step: the gradients are parts again."""
-        for gradient in self._guard_in_step:
-            gradient.__class__ = self._guard_part
-        self._guard_in_step.clear()
-
-    @torch.compiler.disable
     def _after_step(self, optimizer, *_):
         with as_tensors():
             super()._after_step(optimizer)
@@ -797,13 +828,15 @@ class ShardGuards:
         self._guard_structure()
         return super()._module_state()
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self, state_dict, *options, **named_options):
         self._hide_all()
-        super().load_state_dict(state_dict)
+        self._guard_log.note("load_state_dict()")
+        return super().load_state_dict(state_dict, *options, **named_options)
 
-    def load_full_state_dict(self, state_dict):
+    def load_full_state_dict(self, state_dict, *options, **named_options):
         self._hide_all()
-        super().load_full_state_dict(state_dict)
+        self._guard_log.note("load_full_state_dict()")
+        return super().load_full_state_dict(state_dict, *options, **named_options)
 
     def _invalidate_all(self):
         with as_tensors():
@@ -818,7 +851,7 @@ class ShardGuards:
                 for p in parameters:
                     if p in changes:
                         changes[p].append((kind, of_group))
-        record = {"clipping": [kind for kind, groups in steps if not groups]}
+        record = {"loads and clipping": [kind for kind, groups in steps if not groups]}
         for shard, fact in changes.items():
             if fact or shard.nbytes > 0:
                 record[self._guard_names[shard]] = fact
