@@ -20,6 +20,7 @@ So whatever wraps a module, at any world size, reads what any other one wrote; a
 more than it trains with.
 """
 
+import copy
 import inspect
 from collections.abc import Iterator
 
@@ -33,7 +34,8 @@ from torch import nn
 
 
 class Slice(torch.Tensor):
-    """The elements [first, first + n) that this rank has of a flat tensor of `whole` elements.
+    """The n elements [first, first + n) that this rank has of a flat tensor of `whole` elements.
+    is_saved: whether this rank has to write them; not what another one writes, too.
 
     torch.distributed.checkpoint asks a tensor that is divided among ranks by the methods with
     underscores, which are those of torch's DTensor: which elements are here, how to write them, and
@@ -51,6 +53,8 @@ class Slice(torch.Tensor):
 
     def __create_write_items__(self, key, _):
         """What dcp has to write of them."""
+        if not self.is_saved:
+            return []
         properties = dcp.metadata.TensorProperties.create_from_tensor(self)
         [chunk] = self.__create_chunk_list__()
         index = dcp.metadata.MetadataIndex(key, chunk.offsets)
@@ -61,21 +65,33 @@ class Slice(torch.Tensor):
         """The memory that dcp reads from, and writes to."""
         return self.as_subclass(torch.Tensor)
 
+    def new_empty(self, *_, **__):
+        """dcp.async_save copies a tensor into this, by set_() with the size of the whole."""
+        empty = torch.empty(0, dtype=self.dtype).as_subclass(Slice)
+        empty.n = self.n
+        return empty
+
+    def set_(self, storage, offset, *_):
+        return super().set_(storage, offset, (self.n,), (1,))
+
 
 def sharded_state(model: nn.Module,
                   *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """{key: what this rank has of it}, of a model's parameters and of their optimizers' state, in
-    the memory that is trained: what is loaded into these tensors is loaded into the model.
+    """{key: what this rank has of it}, of a model's parameters, of their optimizers' state, and of
+    the buffers that state_dict() has, in the memory that is trained: what is loaded into these
+    tensors is loaded into the model.
 
     model: one of our stages, a DDP, ours or torch's, what torch's fully_shard leaves, or a module
     without any wrapper. Keys are made of the names that parameters have in the bare module, such as
-    `model.blocks.0.weight` and `exp_avg.blocks.0.weight`. State that an optimizer has not made yet
-    is made first, as it would begin. Learning rates, a loss scale and buffers are not in it. Names
-    and numbers of elements are all that loading compares: if shapes may differ, compare them.
+    `model.blocks.0.weight` and `exp_avg.blocks.0.weight`; of buffers `buffer.norm.running_mean`,
+    which are saved as rank 0 has them. State that an optimizer has not made yet is made first, as
+    it would begin. Learning rates and a loss scale are not in it. Of two models give dcp a
+    dictionary of both, {"one": sharded_state(one), ...}: they have the same keys. Names and numbers
+    of elements are all that loading compares: if shapes may differ, compare them.
 
     Raises ValueError where an optimizer has parameters that are none of the model's, where state
-    cannot be divided as its parameter is, and where it cannot be made before the first step, as
-    that of SGD with dampening.
+    cannot be divided as its parameter is, where it cannot be made before the first step, as that of
+    SGD with dampening, and where an optimizer counts in its groups, which would be lost.
     """
     own_parts = [*parts(model)]
     state_of = states(optimizers, {p for _, p, _, _ in own_parts})
@@ -101,16 +117,38 @@ def sharded_state(model: nn.Module,
             flat = flattened(t, strides, f"{kind} of {name}")
             flat.first, flat.whole = (first, whole) if is_cut_alike else (0, t.numel())
             tensors[f"{kind}.{name}"] = flat
+    return tensors | buffers(model)
+
+
+def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """{key: all of a buffer, to be saved by the first of the ranks that train}."""
+    module, group = bare_module(model), getattr(model, "group", None)
+    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+    tensors = {}
+    for prefix, m in module.named_modules():
+        for name, t in m._buffers.items():
+            if t is not None and name not in m._non_persistent_buffers_set:
+                name = f"{prefix}.{name}" if prefix else name
+                name = name.replace("_orig_mod.", "")
+                flat = flattened(t, t.stride(), f"the buffer {name}")
+                flat.first, flat.whole, flat.is_saved = 0, t.numel(), is_first
+                tensors[f"buffer.{name}"] = flat
     return tensors
+
+
+def bare_module(model: nn.Module) -> nn.Module:
+    """A model without its wrapper."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
+    is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
+    is_wrapper = is_torchs or hasattr(model, "full_parameters")
+    return model.module if is_wrapper else model
 
 
 def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
     """Yield (name, what this rank has of the parameter, the first element of it, how many elements
     the whole has), of all parameters of a model."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
-    is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
-    is_wrapper = is_torchs or hasattr(model, "full_parameters")
-    bare = dict((model.module if is_wrapper else model).named_parameters())
+    bare = dict(bare_module(model).named_parameters())
+    model = getattr(model, "_orig_mod", model)
     own = dict(model.named_parameters())
     prefix = "" if own.keys() == bare.keys() else "module."  # of DDP, torch's and ours
     for bare_name in bare:
@@ -152,10 +190,12 @@ def flattened(t, strides, name):
     """All elements of t, (n,), in the memory that they have, in the order in which these strides
     lay them out."""
     try:
-        return t.detach().permute(by_stride(strides)).view(-1).as_subclass(Slice)
+        flat = t.detach().permute(by_stride(strides)).view(-1).as_subclass(Slice)
     except RuntimeError as error:
         raise ValueError(f"{name} has gaps in its memory, or another order there than its "
                          f"parameter: strides {t.stride()} of shape {[*t.shape]}") from error
+    flat.n, flat.is_saved = t.numel(), True
+    return flat
 
 
 # -------------------------------------------------------------------------------------------------
@@ -169,6 +209,7 @@ def states(optimizers, of_model):
     for optimizer in optimizers:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             optimizer = optimizer.optim  # torch's stage 1: over what this rank updates
+        refuse_counts(optimizer)
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if p not in of_model:
@@ -181,6 +222,34 @@ def states(optimizers, of_model):
                     optimizer.state[p] = first_state(type(optimizer), group, p)
                 state_of[p] = optimizer.state.get(p, {})
     return state_of
+
+
+def refuse_counts(optimizer):
+    """Raise ValueError if a step changes numbers in the optimizer's groups, which are not saved."""
+    kind = type(optimizer)
+    group = optimizer.param_groups[0]
+    try:
+        _, twin = optimizer_of_one(kind, group, torch.zeros_like(group["params"][0].detach()))
+        before = numbers_of(twin)
+        twin.step()
+    except Exception:  # it is made, or steps, in a way of its own: nobody knows
+        return
+    for name, value in numbers_of(twin).items():
+        if before.get(name) != value:
+            raise ValueError(f"{kind.__name__} counts {name} in its groups, which a checkpoint of "
+                             f"tensors would lose: save optimizer.state_dict(), or "
+                             f"full_optimizer_state_dict() of dropin's wrappers")
+
+
+def numbers_of(optimizer):
+    """{name: value} of what is a number in the first group."""
+    numbers = {}
+    for name, value in optimizer.param_groups[0].items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, int | float):
+            numbers[name] = value
+    return numbers
 
 
 def first_state(kind, group, p):
@@ -204,7 +273,8 @@ def optimizer_of_one(kind, group, values):
     """-> a parameter with these values and a gradient of zeros, and an optimizer of it alone."""
     p = nn.Parameter(values)
     p.grad = torch.zeros_like(values)
-    return p, kind([dict(group, params=[p])], lr=group["lr"])
+    settings = {name: value for name, value in group.items() if name != "params"}
+    return p, kind([dict(copy.deepcopy(settings), params=[p])], lr=group["lr"])
 
 
 def make_zeros(optimizer, p):

@@ -116,7 +116,8 @@ class Guards:
         # [(kind of optimizer, a weak reference to a parameter of it that is in no wrapper)]
         self._guard_beside = []
         self._guard_reached = []  # [(a name for it, such a parameter)] of this backward
-        self._guard_versions = [p._version for p in self._names]
+        self._guard_has_same_values = self.shard_group is None and self._init_sync
+        self._guard_versions = [p._version for p in self._names]  # of DDP
         self._guard_log = Log(named_modules(self.module))
         buffers = self._named("buffers")
         self._guard_log.agreed = layout_of(buffers)
@@ -256,6 +257,8 @@ class Guards:
             log.stepping = weakref.ref(optimizer)
             if not self._may_step:
                 log.note_step(optimizer)
+            if self._may_step or not self.require_backward_grad_sync:
+                self._guard_has_same_values = False
             is_idle = all(p.grad is None for p in self._guard_filled)
             if self.shard_group is None and is_idle:
                 log.n_idle += 1
@@ -266,7 +269,8 @@ class Guards:
         log = self._guard_log
         if log.stepping is not None and log.stepping() is optimizer:
             log.stepping = None
-            self._guard_new_versions()
+            if self.shard_group is None:
+                self._guard_new_versions()
 
     def _guard_is_ours(self, optimizer):
         """Whether it has any of our parameters."""
@@ -305,15 +309,18 @@ class Guards:
     def _begin_backward(self):
         self._guard_refuse_compiled_autograd()
         if self._is_under_way:
-            self._refuse("a backward inside another, or after one that raised: pass "
-                         "use_reentrant=False to checkpoint(), or call zero_grad() after the error")
+            self._refuse("a backward inside another, or after one that raised. In another: pass "
+                         "use_reentrant=False to checkpoint(); in the backward of an "
+                         "autograd.Function call torch.autograd.grad() of detached inputs and "
+                         "weights, and return what it gives. After an error: call zero_grad()")
         self._guard_note_gradients()
         try:
             super()._begin_backward()
         except RuntimeError as error:
             if "autograd.grad" not in str(error):
                 raise
-            self._refuse("torch.autograd.grad() of parameters averages nothing: use backward()")
+            self._refuse("torch.autograd.grad() of parameters averages nothing: use backward(). "
+                         "(In the backward of an autograd.Function take it of detached weights)")
         if self._averages and self._guard_log.is_due():
             self._guard_find_reached()
 
@@ -393,9 +400,10 @@ class Guards:
     # ---- values that ranks should have alike
 
     def _guard_checksums(self):
-        """DDP: {name: a checksum of the parameter}; {} where ranks may have other values: after
-        init_sync=False, and with a comm hook, which may average over some of the ranks."""
-        if self.shard_group is not None or not self._init_sync or self._comm_hook is not None:
+        """DDP: {name: a checksum of the parameter}; {} where ranks may have other values: with
+        init_sync=False, after a step in no_sync(), and with a comm hook, which may average over
+        some of the ranks."""
+        if not self._guard_has_same_values or self._comm_hook is not None:
             return {}
         return checksums_of(self._named("parameters"))
 
@@ -433,7 +441,19 @@ class Guards:
                 # A copy: if a script has resized a buffer, the old memory is the new one's.
                 named.append(now[what] if what in now else (name, log.memory[name].clone()))
         log.memory = memory_of(named)
+        before, log.versions = log.versions, {name: t._version for name, t in named}
+        if before != log.versions and self._guard_adds_up():
+            # In place of what own forwards have changed a copy is overwritten.
+            named = [(name, t if t._version == before.get(name) else t.clone())
+                     for name, t in named]
         return named
+
+    def _guard_adds_up(self):
+        """Whether the next backward will add to means, as no step has come after them. Then this
+        rank keeps what its forwards add to buffers, such as counts; rank 0's come after the step.
+        """
+        has_stepped = any(groups for _, groups in self._guard_log.steps)
+        return self._guard_n_gradients() > 0 and not has_stepped
 
     def _guard_text_of_buffers(self):
         """A line for each of those that are sent, in this order. It is kept until they change."""
@@ -505,11 +525,12 @@ def has_parameter(optimizer, parameter):
     return any(p is parameter for group in optimizer.param_groups for p in group["params"])
 
 
-def numbers_of(group):
-    """Of an optimizer's group: ["lr = 0.1", ...]. (What an accelerator holds is left out: reading
-    it would make the CPU wait.)"""
+def numbers_of(group, defaults):
+    """Of an optimizer's group, what its defaults have, too: ["lr = 0.1", ...]. (What an accelerator
+    holds is left out: reading it would make the CPU wait.)"""
     lines = []
-    for name, value in group.items():
+    for name in defaults:
+        value = group.get(name)
         if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
             value = value.item()
         parts = value if isinstance(value, tuple | list) else [value]
@@ -591,6 +612,7 @@ class Log:
         agreed    such a layout, which all ranks have found to be theirs
         memory    {name: what was there when it was sent last, or when ranks agreed on it}
         new_memory               that of a layout on which ranks have yet to agree
+        versions  {name: the buffer's version} when it was sent last
     """
     modules: list
     n_idle: int = 0
@@ -608,6 +630,7 @@ class Log:
     agreed: list = dataclasses.field(default_factory=list)
     memory: dict = dataclasses.field(default_factory=dict)
     new_memory: dict = dataclasses.field(default_factory=dict)
+    versions: dict = dataclasses.field(default_factory=dict)
 
     def note(self, what):
         """What is no step, once since the last count."""
@@ -632,14 +655,12 @@ class Log:
     def note_step(self, optimizer):
         groups = []
         for group in optimizer.param_groups:
-            groups.append((numbers_of(group), list(group["params"])))
+            groups.append((numbers_of(group, optimizer.defaults), list(group["params"])))
         self.steps.append((type(optimizer).__name__, groups))
 
     def text_of_steps(self, names):
         """In lines. names: {parameter: its name}."""
         lines = [str(self.gradients)]
-        for kind, had_state in self.begun:
-            lines.append(f"a first step of {kind}, whose state was there before: {had_state}")
         for kind, groups in self.steps:
             lines.append(f"a step of {kind}" if groups else kind)
             for of_group, parameters in groups:
@@ -647,6 +668,8 @@ class Log:
                     first = names.get(parameters[0], "a parameter of another model")
                     lines.append(f"a step of {len(parameters)} parameters from {first} on")
                 lines += of_group
+        for kind, had_state in self.begun:
+            lines.append(f"a first step of {kind}, whose state was there before: {had_state}")
         return "\n".join(lines)
 
     def begin_anew(self):

@@ -431,6 +431,10 @@ class ShardGuards:
         super()._check_module(options)
         ignored = getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         for where, m in self._guard_modules():
+            if isinstance(m, torch.jit.RecursiveScriptModule) and m._parameters:
+                self._refuse(f"{where or 'the module'} is made by torch.jit.script, and takes no "
+                             f"hooks, by which a stage gathers parameters: wrap the plain module, "
+                             f"or use DDP")
             for name, p in m._parameters.items():
                 fqn = f"{where}.{name}" if where else name
                 if p is not None and fqn in ignored:
@@ -591,6 +595,9 @@ class ShardGuards:
 
     @torch.compiler.disable
     def _prepare_forward(self):
+        if torch.jit.is_tracing():
+            self._refuse("torch.jit.trace() would take what is sent into the graph: trace the "
+                         "module before wrapping it, or a plain copy with full_state_dict()")
         with outside_functorch():
             self._hide_all()
             self._check_shards()

@@ -29,7 +29,8 @@ class ShardingOptions:
                  reduce_dtype: torch.dtype | None = None, shard_size: int | None = None,
                  offload: bool = False, init_fn: Callable[[nn.Module], object] | None = None,
                  device: torch.device | str | None = None, uncut: Iterable[nn.Parameter] = (),
-                 broadcast_buffers: bool = True, bucket_cap_mb: float | None = None):
+                 broadcast_buffers: bool = True, bucket_cap_mb: float | None = None,
+                 cast_forward_inputs: bool = True):
         self.forward_sync_buffers = self._sends_buffers_at_first = broadcast_buffers
         refuse_no_size(bucket_cap_mb)
         self._uncut = set_of_parameters(module, uncut)
@@ -39,6 +40,7 @@ class ShardingOptions:
             if p in self._uncut:
                 self._compared.append(f"uncut: {name}")
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.cast_forward_inputs = cast_forward_inputs
         self._asked_shard_size, self._asked_offload = shard_size, offload
         self._init_fn = [init_fn]  # in a list: a Module may be given, which is not kept
         self._asked_device = device
@@ -109,7 +111,7 @@ class ShardingOptions:
 
     def _watch(self, buckets):
         super()._watch(buckets)
-        if self.param_dtype is not None:
+        if self.param_dtype is not None and self.cast_forward_inputs:
             for unit in self.units:
                 self._hook(unit.module.register_forward_pre_hook, type(self)._cast_inputs,
                            with_kwargs=True)
@@ -183,6 +185,8 @@ OPTIONS = """
     ModuleLists. What is in none of them, or in two, belongs to the root.
     param_dtype: of parameters in forward and backward, and of the inputs of units, which are cast.
     The shards, and so the optimizer's state, keep the module's dtype.
+    cast_forward_inputs: whether they are, FSDP2's name. In bfloat16 a time step of 1001 is 1000,
+    and a mask of finfo(float32).min is -inf: a row of those alone makes softmax nan.
     reduce_dtype: of gradients on their way; None: that of the shards. Sums of 16-bit ones are fp32.
     shard_size: hybrid sharding, as torch's HSDP. Each group of so many ranks has all shards, and
     gradients are reduced inside a group, then over groups. It is the W in zero.py's table of bytes.

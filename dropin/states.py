@@ -290,24 +290,32 @@ class StateDicts:
         return destination
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Copy in what `state_dict()` gave at this world size. Raises RuntimeError on a misfit."""
-        self._load(state_dict, self.state_dict(keep_vars=True), is_whole=False)
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True,
+                        assign: bool = False):
+        """Copy in what `state_dict()` gave at this world size -> the names that are missing, and
+        those that are left over, as torch's. Raises RuntimeError on a misfit, as of names if
+        strict, and for assign=True."""
+        if assign:
+            self._refuse("load_state_dict() copies into the shards, which the optimizer has: leave "
+                         "assign=True out")
+        return self._load(state_dict, self.state_dict(keep_vars=True), strict, is_whole=False)
 
     @torch.no_grad()
-    def load_full_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Write whole parameters and buffers: each rank copies its part. Raises RuntimeError naming
-        what is missing, left over or of another shape, before anything is written."""
+    def load_full_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True):
+        """Write whole parameters and buffers: each rank copies its part. Returns and raises as
+        `load_state_dict`, naming what does not fit, before anything is written."""
         ours = {name: value for name, value, _ in self._module_state()}
-        self._load(state_dict, ours, is_whole=True)
+        return self._load(state_dict, ours, strict, is_whole=True)
 
-    def _load(self, given, ours, is_whole):
+    def _load(self, given, ours, strict, is_whole):
         """Load a state dict. ours: what there is, of the shapes that it must have. What is neither
         a parameter nor a buffer, such as extra state, the module itself has to load."""
-        self._refuse_misfit(given, ours)
+        self._refuse_misfit(given, ours, strict)
         buffers = {t for _, t in named_tensors(self.module, "buffers")}
         rest = {}
         for name, value, p in self._module_state():
+            if name not in given:
+                continue
             if p is not None:
                 bucket, i = self._place_of(p)
                 part = bucket.part_of(i, given[name]) if is_whole else given[name]
@@ -319,16 +327,20 @@ class StateDicts:
         if rest:
             nn.Module.load_state_dict(self.module, rest, strict=False)
         self._invalidate_all()
+        missing = [name for name in ours if name not in given]
+        left_over = [name for name in given if name not in ours]
+        return nn.modules.module._IncompatibleKeys(missing, left_over)
 
     def _invalidate_all(self):
         for bucket in self._all_buckets:
             self._invalidate(bucket)
 
-    def _refuse_misfit(self, given, ours):
-        """Raise where two state dicts have other names, or parameters or buffers other shapes."""
+    def _refuse_misfit(self, given, ours, strict):
+        """Raise where two state dicts have other names, if strict; or parameters or buffers other
+        shapes."""
         buffers = {t for _, t in named_tensors(self.module, "buffers")}
         with_shape = set(self._names) | set(self.parameters()) | buffers
-        wrong = sorted(ours.keys() ^ given.keys())
+        wrong = sorted(ours.keys() ^ given.keys()) if strict else []
         with torch._C.DisableTorchFunctionSubclass():  # guards' class would warn of a shard's
             for name in ours.keys() & given.keys():
                 value, shape = ours[name], getattr(given[name], "shape", None)

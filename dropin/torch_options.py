@@ -5,7 +5,7 @@
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -111,11 +111,20 @@ class TorchOptions:
             sums = [p.grad for p in bucket.parameters if p.grad is not None]
             torch._foreach_div_(sums, growth)
 
-    def no_sync(self, may_step: bool = False) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self, may_step: bool = False) -> Iterator[None]:
         """Backwards in this context only accumulate. may_step: an optimizer may step, after it,
-        with what they leave, though it is this rank's own: where the script itself averages it."""
-        self._may_step = may_step
-        return super().no_sync()
+        with what they leave, though it is this rank's own: where the script itself averages it. Of
+        two contexts, one in the other, the outer one says so."""
+        if self.require_backward_grad_sync:
+            self._may_step = may_step
+        with super().no_sync():
+            yield
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(module: torch.nn.Module, names: list) -> None:
+        """Let a wrapper of module leave these alone, by name: ranks may have their own."""
+        module._ddp_params_and_buffers_to_ignore = names
 
     # ---- comm hooks; extras/comm_hooks.py has some
 

@@ -56,7 +56,7 @@ def unfreezes_what_was_frozen(s):
     s.step()
 
 
-@script(ABSENT, ddp=CHANGED)
+@script(both="another wrapper")
 def wraps_twice(s):
     again = type(s.model)(s.module)
     s.step()
