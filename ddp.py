@@ -44,8 +44,10 @@ What it asks of a script. The first list it checks, and raises RuntimeError, nam
 
 The second list it does not check:
 
-  - All ranks make the same forwards, backwards and steps. If one leaves a backward out, the others
-    wait until the group's timeout; or their next message is taken for it.
+  - All ranks make the same forwards, backwards and steps, at the same rates, and load the same. If
+    one leaves a backward out, the others wait until the group's timeout; or their next message is
+    taken for it.
+  - What is trained is in the module. Parameters beside it, as those of a loss, nobody averages.
   - Buffers begin as rank 0's. Then they are each rank's own, as the averages of a BatchNorm.
   - The wrapper is kept as long as it is to work: with it go its hooks.
 """
@@ -349,6 +351,8 @@ class Reducer(nn.Module):
             if is_wrapped(p):
                 self._refuse(f"{name} is wrapped already")
         for name, t in tensors.items():
+            if t.layout != torch.strided:
+                self._refuse(f"{name} is sparse: make it dense")
             if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape)):
                 self._refuse(f"elements of {name} share memory, as after expand(): clone it. (Or a "
                              f"stage has had it: build the module anew)")
@@ -483,13 +487,17 @@ class Reducer(nn.Module):
         missing = set()
         for bucket in self.buckets:
             missing |= bucket.pending
+        trained = set().union(*[bucket.names for bucket in self.buckets])
+        if missing == trained:  # autograd.grad() of the inputs, as Zero3 notices it
+            return
+        if missing or not self._knows_order:
+            self._check_added()
         if missing:
             names = [name for name in self._names.values() if name in missing]
             self._refuse(f"a backward has brought no gradient of {', '.join(names)}. Use or freeze "
                          f"them (dropin's classes allow it); call autograd.grad() and partial "
                          f"backwards in no_sync(); checkpoint with use_reentrant=False")
         if not self._knows_order:
-            self._check_added()
             self._learn_order()
             self._knows_order = True
 

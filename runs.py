@@ -616,7 +616,7 @@ def launch() -> str | None:
     if not path:
         return None
     folder = pathlib.Path(path).parent.parent.parent
-    return hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
 
 
 def find_checkpoint(folder: Folder, resume: str | None,

@@ -364,7 +364,8 @@ def bits_of_the_oracle(wrapper: str):
     for _, p in model.full_parameters():
         digest.update(p.cpu().numpy().tobytes())
     actual = digest.hexdigest()[:8]
-    assert actual == expected, f"the hash is {actual}, that of oracle.py is {expected}"
+    if actual != expected:
+        raise AssertionError(f"the hash is {actual}, that of oracle.py is {expected}")
 
 
 def formulas_of_the_paper(wrapper: str, micro_steps: int):
@@ -393,7 +394,8 @@ def formulas_of_the_paper(wrapper: str, micro_steps: int):
                 "zero3": (16 / W, n * (2 + again))}
     facts = "bytes a parameter held", "(W-1)/W Psi elements sent"
     for actual, right, fact in zip((held, sends), expected[wrapper], facts):
-        assert abs(actual / right - 1) < 0.02, f"{actual:.3f} {fact}, expected {right:.3f}"
+        if abs(actual / right - 1) > 0.02:
+            raise AssertionError(f"{actual:.3f} {fact}, expected {right:.3f}")
 
 
 def bytes_alive() -> int:
@@ -440,9 +442,10 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 def compare(expected: dict[str, Tensor], actual: dict[str, Tensor], where: str = "",
             is_equal: Callable = same_bits) -> None:
-    """Assert that they are equal, and say how the first one that is not differs: the first in the
-    order of training, as others follow from it."""
-    assert expected.keys() == actual.keys(), f"{where}: {expected.keys() ^ actual.keys()}"
+    """AssertionError unless they are equal. It says how the first one that is not differs: the
+    first in the order of training, as others follow from it."""
+    if expected.keys() != actual.keys():
+        raise AssertionError(f"{where}: {expected.keys() ^ actual.keys()}")
     wrong = [what for what in expected if not is_equal(expected[what], actual[what])]
     if not wrong:
         return

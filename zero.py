@@ -77,22 +77,26 @@ They ask of a script what ddp.py asks, and more. They check, and raise RuntimeEr
   - No step comes between a forward and its backward, and none, nor clip_grad_norm_(), while
     no_sync() holds gradients back.
   - Each forward calls every unit. (A unit's parameters are there while it is called, and the
-    root's in all of a forward. Who reads others, or reads after a step, as state_dict() of the
-    module does, finds nan, and no old value: take `full_state_dict()`.)
+    root's in all of a forward, which is a call of the module, and not of module.forward(). Who
+    reads others, or reads after a step, as state_dict() of the module does, finds nan, and no old
+    value: take `full_state_dict()`.)
   - The module is neither copied nor pickled after wrapping.
   - Zero3 has units to gather one by one.
 
 They do not check:
 
-  - Shards are changed by an optimizer, in place under torch.no_grad(), or by p.data = ..., and not
-    between a forward and its backward. What is written into p.data, as by p.data.add_(), is not
-    noticed in Zero1 and Zero2.
-  - The optimizer works element by element (not Muon, LBFGS or Adafactor). Clip with
-    clip_grad_norm_(): torch's function takes the norm of one rank's shards for that of all. In fp16
+  - Weights are changed in the shards, by an optimizer, in place under torch.no_grad(), or by
+    p.data = ..., and not between a forward and its backward. What is written into p.data, as by
+    p.data.add_(), is not noticed in Zero1 and Zero2. What a script, or a forward, writes to the
+    module's parameters is lost.
+  - The optimizer, its hooks and all that a script does with shards and their `.grad` goes element
+    by element (not Muon, LBFGS or Adafactor). A norm, a mean, random numbers, a rate by the shape,
+    or a message to other ranks would be of one rank's part. Clip with clip_grad_norm_(). In fp16
     take torch's ShardedGradScaler: all ranks have to skip the same steps.
   - Call zero_grad() of the wrapper or the optimizer, not of the module. Set hooks on the module's
     parameters, not on shards. Do not change `.grad` while no_sync() holds gradients back.
-  - In Zero3 all ranks call units in one order. If not, ranks wait until the timeout, on a CPU.
+  - In Zero3 all ranks call units in one order. If not, ranks wait until the timeout, on a CPU. No
+    view of a weight is kept from one forward to the next.
   - param_dtype casts no inputs, and in no_sync() gradients add up in it.
 """
 
@@ -196,6 +200,7 @@ class ShardedBucket(Bucket):
         parts = self.parts(self.chunk)
         for p, part, (shape, strides, _) in zip(self.parameters, parts, self.layouts):
             shard = nn.Parameter(part, p.requires_grad)
+            vars(shard).update(vars(p))  # such as p.no_decay, by which scripts make groups
             shard.whole_shape, shard.whole_stride = shape, strides
             self.shards.append(shard)
         self.noted = self.versions_and_places()
@@ -697,11 +702,12 @@ class Zero3(Zero2):
         super().__init__(*arguments, **options)
         self._ahead, self._allocated, self._recipes = [], [], None
 
-    def _check_units(self, units, names):
-        super()._check_units(units, names)
-        if not units:
-            self._refuse("a module is gathered unit by unit, and this has no ModuleList of units: "
-                         "pass units=, such as module.children()")
+    def _fill_units(self, cap_bytes, param_dtype):
+        super()._fill_units(cap_bytes, param_dtype)
+        if not self.units[1:]:
+            self._refuse("a module is gathered unit by unit, and this has no units with parameters "
+                         "of their own, as in a ModuleList: pass units=, such as "
+                         "module.children()")
 
     def _hook_unit(self, unit):
         super()._hook_unit(unit)

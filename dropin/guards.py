@@ -146,6 +146,10 @@ class Guards:
 
     def _guard_structure(self, in_forward=False):
         """-> [(name, parameter)] of the module, which has those with which it was wrapped."""
+        if len(self._modules) > 1 or self._parameters:
+            *_, name = [*self._modules, *self._parameters]
+            self._refuse(f"{name} was added to the wrapper, and would not be trained alike on all "
+                         f"ranks: add it to the module, before wrapping")
         self._guard_log.modules = named_modules(self.module)
         named = self._named("parameters", self._guard_log.modules)
         if ids_of(named) != self._guard_ids:

@@ -669,6 +669,9 @@ class UnevenOrder:
                 layout = t.shape, t.stride(), t.storage_offset()
                 return functools.partial(self._view_again, bucket, layout, bucket.version)
             t = t.detach().clone()
+        base = t if t._base is None else t._base
+        if base.__class__ is not Tensor and base in self._names:
+            t = t.data  # a forward has written it; when its unit is freed, its version changes
         return functools.partial(self._kept, t.detach(), t._version)
 
     def _bucket_around(self, t):

@@ -183,7 +183,9 @@ IN_BACKWARD = ("stage 3 has freed it in this part of the backward. An autograd.F
                "what it has read in the forward; or use Zero2")
 ABSENT = ("a parameter has a value only in the forward of its unit, and in the backward. For "
           "values use full_parameters() or, to save, as by save_pretrained(state_dict=...), "
-          "full_state_dict(); an optimizer is made from the wrapper's parameters(), after wrapping")
+          "full_state_dict(); an optimizer is made from the wrapper's parameters(), after "
+          "wrapping. If the module itself reads it without calling its unit, name other units=, so "
+          "that it is the root's")
 
 
 class Part(torch.Tensor):
@@ -310,8 +312,9 @@ class PartOfParameter:
         return plain.__reduce_ex__(protocol)
 
 
-class Shard(PartOfParameter, nn.Parameter):
-    pass
+def shard_class(kind):
+    """Of a parameter of this class: scripts make groups by isinstance()."""
+    return type("Shard", (PartOfParameter, kind), {})
 
 
 class ShardData(PartOfParameter, torch.Tensor):
@@ -482,7 +485,7 @@ class ShardGuards:
         self._guard_of_step = weakref.WeakKeyDictionary()  # {optimizer: hooks around its step}
         self._guard_checked = weakref.WeakSet()  # optimizers, by `_guard_check_state`
         self._guard_hooked = weakref.WeakSet()  # those that tell when they have loaded state
-        self._guard_unasked = set()  # shards that are a `Shard`
+        self._guard_unasked = {}  # {shard that is a `PartOfParameter`: the class of its parameter}
         self._guard_marked = weakref.WeakSet()  # optimizers whose state_dict() says whose it is
         self._guard_of_module = set(self._names)  # what no optimizer should have
         self._guard_whole = set()  # shards of uncut parameters
@@ -490,7 +493,7 @@ class ShardGuards:
         super()._watch(buckets)
         self._hook(register_optimizer_step_pre_hook, type(self)._guard_before_shards_step)
         self._shards = set(self._guard_names)
-        cuts = []
+        cuts, classes = [], {}
         for p, name in self._names.items():
             bucket, i = self._place_of(p)
             shard = bucket.shards[i]
@@ -503,8 +506,10 @@ class ShardGuards:
             if shard.shape != p.shape:
                 _, strides, _ = bucket.layouts[i]
                 shard._guard_cut = tuple(p.shape), tuple(strides), cuts[-1]
-                shard.__class__ = Shard
-                self._guard_unasked.add(shard)
+                shard.__class__ = classes.setdefault(type(p), shard_class(type(p)))
+                self._guard_unasked[shard] = type(p)
+            elif type(p) is not nn.Parameter:
+                shard.__class__ = type(p)
         # Whose shards these are: the same for every wrapper that is cut in the same places.
         rank, n_ranks = self.shard_group.rank(), self.shard_group.size()
         self._guard_place = f"rank {rank} of {n_ranks}, {zlib.crc32(repr(cuts).encode()):08x}"
@@ -759,6 +764,10 @@ class ShardGuards:
         names = {kind.__name__.lower() for kind in type(optimizer).__mro__}
         if getattr(optimizer, "is_elementwise", False):
             return
+        if "zeroredundancyoptimizer" in names:
+            self._refuse("ZeroRedundancyOptimizer sends parameters from rank to rank, and here "
+                         "each rank has other parts: use the optimizer that it is made of, as a "
+                         "stage shards its state already")
         if names & NOT_BY_PARAMETER:
             self._refuse(f"{name} looks at all whole parameters at once: use DDP. ({NOT_THAT_ONE})")
         if names & NOT_ELEMENTWISE:
@@ -782,9 +791,9 @@ class ShardGuards:
                              f"checkpoint.py")
 
     def _guard_end_of_questions(self):
-        """Let all shards be plain Parameters."""
-        for shard in self._guard_unasked:
-            shard.__class__ = nn.Parameter
+        """Let all shards be what the parameters are, plain ones mostly."""
+        for shard, kind in self._guard_unasked.items():
+            shard.__class__ = kind
         self._guard_unasked.clear()
 
     def _guard_check_state(self, optimizer):

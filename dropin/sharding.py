@@ -241,9 +241,6 @@ class ShardedBucket(zero.ShardedBucket):
         if self.offloads:
             self.chunk = self.chunk.cpu().pin_memory()
         super().make_shards()
-        for p, shard in zip(self.parameters, self.shards):
-            for name, value in vars(p).items():  # such as p.no_decay, by which scripts make groups
-                setattr(shard, name, value)
 
     def tag_of_step(self):
         """One for all steps. Ranks compare these, so one that has made others is named."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from torch.distributed.algorithms.join import Join, JoinHook
+
 from ddp import bucket_bytes
 
 
@@ -162,6 +164,34 @@ class TorchOptions:
         super()._add(bucket)
 
     # ---- what Lightning and Accelerate touch of torch's DDP
+    #
+    # They enter torch's Join also where all ranks have as many batches, and then switch it off.
+
+    def join(self, divide_by_initial_world_size: bool = True, enable: bool = True,
+             throw_on_early_termination: bool = False) -> Join:
+        """Refused, unless enable=False: see `_join_config`."""
+        return Join([self], enable, throw_on_early_termination)
+
+    def join_hook(self, **_) -> JoinHook:
+        return JoinHook()
+
+    @property
+    def join_device(self):
+        return self._device
+
+    @property
+    def join_process_group(self):
+        return self.group
+
+    @property
+    def _join_config(self):
+        """Join sets this first."""
+
+    @_join_config.setter
+    def _join_config(self, config):
+        if config.enable:
+            self._refuse("all ranks make the same number of steps, so there is no join(): deal the "
+                         "same number of batches to all, as by drop_last=True")
 
     static_graph = False
     require_forward_param_sync = True

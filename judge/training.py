@@ -161,7 +161,8 @@ def reference(name, groups, factor, optimizer=None, max_norm=MAX_NORM, steps=STE
                 nothing = torch.zeros_like(p)
                 contributions[what] = [of_group.get(n, nothing) / factor for of_group in of_groups]
         norm = clip_by_hand(gradients, divide_by, max_norm)
-        assert norm > 0, f"{name}: all gradients are zero, so nothing is compared"
+        if not norm > 0:
+            raise AssertionError(f"{name}: all gradients are zero, so nothing is compared")
         expected[f"step {step + 1}, norm"] = norm.float()
         for each in optimizers:
             each.step()
@@ -293,7 +294,8 @@ def put_together(model, plain, kept):
         holders = [rank for rank, of_rank in enumerate(of_ranks) if what in of_rank]
         name, _, dtype, _ = of_ranks[holders[0]][what]
         n_holders = 1 if name in getattr(model, "uncut", ()) else len(of_ranks)
-        assert len(holders) == n_holders, f"{what} is on ranks {holders}, expected on {n_holders}"
+        if len(holders) != n_holders:
+            raise AssertionError(f"{what} is on ranks {holders}, expected on {n_holders}")
         p = parameters[name]
         flat = torch.full((p.numel(),), math.nan, dtype=dtype, device=p.device)
         n_parts = 0
@@ -301,7 +303,8 @@ def put_together(model, plain, kept):
             _, start, _, part = of_ranks[rank][what]
             flat[start:start + len(part)] = torch.from_numpy(part)
             n_parts += len(part)
-        assert n_parts == p.numel(), f"{what}: {p.numel()} elements, its shards have {n_parts}"
+        if n_parts != p.numel():
+            raise AssertionError(f"{what}: {p.numel()} elements, its shards have {n_parts}")
         tensors[what] = flat.as_strided(p.shape, p.stride())
     return tensors
 
@@ -325,7 +328,8 @@ def same_bits(expected, actual, where="", contributions=()):
     contributions: {what: {who: what a rank has added to it}}, where that is known.
     """
     wrong = [what for what in actual if what not in expected]
-    assert not wrong, f"{where}: {wrong[0]}: there should be none"
+    if wrong:
+        raise AssertionError(f"{where}: {wrong[0]}: there should be none")
     for what, right in expected.items():
         if what not in actual or not is_same(actual[what], right):
             wrong.append(what)

@@ -508,6 +508,22 @@ def kept_gradients(run):
         assert torch.equal(t, expected), "a gradient that was kept has changed"
 
 
+def penalties(run):
+    """On the gradient of the inputs, which autograd.grad() makes before the backward."""
+    optimizer = sgd(run)
+
+    def call(x):
+        x.requires_grad_()
+        loss = run.model(x)
+        gradient, = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+    for step in range(3):
+        run.backward(step, call)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def in_autocast(run):
     optimizer = sgd(run)
     for step in range(3):
@@ -518,7 +534,7 @@ def in_autocast(run):
 
 
 SCRIPTS = [of_module, several_forwards, sam, swapped, as_a_vector, discarded, raised,
-           closures, kept_gradients, in_autocast, one_by_hand, in_inference_mode]
+           closures, kept_gradients, penalties, in_autocast, one_by_hand, in_inference_mode]
 # DDP refuses these: each rank would add the sum before.
 OF_STAGES = [sums_that_go_on, discarded_after_means, parts_of_optimizers, forwards_raise]
 
@@ -700,6 +716,17 @@ def test_units_are_any_iterable(wrapper):
     script(run)
     compare(expected.whole(), run.whole())
     assert len(run.model.units) == 3, "a unit without parameters is none"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", STAGES)
+def test_attributes_of_parameters(wrapper):
+    """By these scripts make groups of an optimizer."""
+    module = Net()
+    module.first.weight.no_decay = True
+    model = STAGES[wrapper](module)
+    marked = [name for name, p in model.named_parameters() if hasattr(p, "no_decay")]
+    assert marked == ["first.weight"]
 
 
 @on_ranks(2)
@@ -910,14 +937,6 @@ def zeroes_too_late(kind):
     losses[1].backward()
 
 
-def only_inputs(kind):
-    x = inputs(0).requires_grad_()
-    model = wrapped(kind)
-    torch.autograd.grad(model(x), x)
-    if kind in (DDP, Zero1, Zero2):  # nothing of theirs was in that backward
-        raise RuntimeError("no gradient of first.weight, autograd.grad")
-
-
 def graph_of_gradients(kind):
     model = wrapped(kind)
     model(inputs(0)).backward(create_graph=True)
@@ -1103,6 +1122,11 @@ def no_units(kind):
     wrapped(kind, nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1)))
 
 
+def units_without_parameters(kind):
+    net = nn.Sequential(nn.Linear(5, 5), nn.ModuleList([nn.GELU()]), nn.Linear(5, 1))
+    wrapped(kind, net)
+
+
 def foreign_unit(kind):
     wrapped(kind, units=[nn.Linear(2, 2)])
 
@@ -1188,7 +1212,7 @@ REFUSED = {
     goes_on_after_an_error: "has raised when .*call zero_grad.set_to_none=True",
     skip_a_gradient: "no gradient of .*blocks.1.down|no gradient of extra.weight, extra.bias",
     skip_on_one_rank: "rank [01]: a backward has brought no gradient of extra.",
-    reentrant: "use_reentrant=False", only_inputs: "no gradient of .*autograd.grad",
+    reentrant: "use_reentrant=False",
     graph_of_gradients: "create_graph", sparse: "table.weight is sparse",
     gradient_taken_away: "last.weight .* a hook has taken it away",
     other_parameters: r"Rank 0 has last.weight: \(1, 6\).*; rank 1 has last.weight: \(2, 6\)",
@@ -1204,7 +1228,7 @@ REFUSED = {
     freeze_by_wrapper: "before wrapping: first.weight",
     add: "adding or replacing parameters, such as last.more",
     copied_whole: "neither copied nor pickled",
-    replace: "no gradient of last.weight",
+    replace: "wrap after adding or replacing parameters, such as last.weight",
 }
 REFUSED_BY_STAGES = {
     step_before_backward: "a step between a forward and its backward|modified by an inplace",
@@ -1222,7 +1246,8 @@ REFUSED_BY_STAGES = {
     moved: "before wrapping",
     loads_another_state: r"size mismatch for last.weight",
 }
-REFUSED_BY_ZERO3 = {no_units: "no ModuleList of units: pass units=",
+REFUSED_BY_ZERO3 = {no_units: "no units with parameters of their own, .* pass units=",
+                    units_without_parameters: "no units with parameters of their own",
                     changed_in_place: "has been changed in place"}
 REFUSED_BY_DDP = {zeros_after_an_error: "has raised when .*call zero_grad.set_to_none=True",
                   sum_twice: "every rank would add it once more. Call zero_grad",
@@ -1337,10 +1362,11 @@ def test_ranks_that_differ(tmp_path):
 # files
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero"])
-def test_no_assert(name):
+@pytest.mark.parametrize("path", [path for pattern in ("*.py", "[!t]*/*.py")
+                                  for path in ROOT.glob(pattern)], ids=lambda path: path.stem)
+def test_no_assert(path):
     """`python -O` checks what Python does without it."""
-    tree = ast.parse((ROOT / f"{name}.py").read_text())
+    tree = ast.parse(path.read_text())
     assert not [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
 
 

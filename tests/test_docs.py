@@ -104,9 +104,9 @@ def test_using_has_one_hash(tmp_path):
     of one process."""
     [own] = blocks_of("README", "python")
     [loop] = blocks_of("using", "python")
+    [head] = re.findall("write `(from dropin import .*?)` at", PAGES["using"].read_text())
     begin, end = own.index("    for step in range(100)"), own.index("    digest = ")
-    script = f"from dropin import clip_gradients_\n{own[:begin]}{loop}{own[end:]}"
-    script = script.replace("from zero import Zero3", "from dropin import Zero3")
+    script = f"{own[:begin]}{loop}{own[end:]}".replace("from zero import Zero3", head)
     script = script.replace("range(100)", "range(10)")
     plain = re.sub(r"model = Zero3\(.*?\)\)", "model = net", script)
     plain = re.sub(r" +model\.set_.*\n", "", plain).replace("model.shard_group", "None")

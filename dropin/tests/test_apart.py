@@ -588,3 +588,189 @@ def test_steps_are_not_kept_for_ever():
     for _ in range(120):
         s.step()
     assert len(idle._guard_log.steps) == 100 and len(s.model._guard_log.steps) == 1
+
+
+# -------------------------------------------------------------------------------------------------
+# values
+
+
+def other_values(s):
+    return {name: torch.ones_like(t) for name, t in s.result().items()}
+
+
+def loads_weights(s, is_odd):
+    values = other_values(s)
+    if is_odd:
+        s.module.load_state_dict(values)
+    s.step()
+
+
+def loads_a_layer(s, is_odd):
+    if is_odd:
+        with torch.no_grad():
+            s.module.head.weight.copy_(torch.ones(2, 4))
+    s.step()
+
+
+def replaces_data(s, is_odd):
+    if is_odd:
+        s.module.head.weight.data = torch.ones(2, 4)
+    s.step()
+    s.step()
+
+
+def loads_by_the_wrapper(s, is_odd):
+    """A stage has methods of its own; DDP has the module's."""
+    load = getattr(s.model, "load_full_state_dict", s.module.load_state_dict)
+    values = other_values(s)
+    if is_odd:
+        load(values)
+    s.step()
+
+
+def loads_own_part(s, is_odd):
+    state = copy.deepcopy(s.model.state_dict())
+    s.step()
+    if is_odd:
+        s.model.load_state_dict(state)
+    s.step()
+
+
+def loads_the_optimizer(s, is_odd):
+    state = copy.deepcopy(s.optimizer.state_dict())
+    s.step()
+    if is_odd:
+        s.optimizer.load_state_dict(state)
+    s.step()
+    s.step()
+
+
+def resumes_the_optimizer(s, is_odd):
+    """Before its first step."""
+    state = copy.deepcopy(s.optimizer.state_dict())
+    s.optimizer = sgd(s.parameters)
+    if is_odd:
+        s.optimizer.load_state_dict(state)
+    s.step()
+    s.step()
+
+
+VALUE_FAULTS = {
+    loads_weights: "different ways.*(a change of parameters|values that were written)",
+    loads_a_layer: "(different ways.*(a change of parameters|values that were written))",
+    replaces_data: "something has changed parameters|different ways.*values that were written",
+    loads_by_the_wrapper: "a change of parameters|load_full_state_dict",
+    loads_own_part: r"a change of parameters|load_state_dict\(\)",
+    loads_the_optimizer: "something has changed parameters|a load of the state of SGD",
+    resumes_the_optimizer: "a first step of SGD, whose state was there before: (True|False)"}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("fault", VALUE_FAULTS)
+@of_each(*ALL)
+def test_a_load_on_one_rank_is_refused(wrapper, fault):
+    for odd, _ in odd_ranks():
+        s = Script(wrapper, make=sgd)
+        s.step()
+        raises(RuntimeError, VALUE_FAULTS[fault],
+               lambda: [fault(s, dist.get_rank() == odd), s.backward()])
+
+
+@on_ranks(2, 3)
+def test_values_that_drift_are_refused():
+    """A rounding optimizer whose random numbers each rank draws for itself."""
+    s = Script("ddp")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def round_by_chance(optimizer, arguments, options):
+        with torch.no_grad():
+            s.module.scale += 1e-6 * torch.rand((), generator=generator)
+
+    s.optimizer.register_step_post_hook(round_by_chance)
+    raises(RuntimeError, "ranks differ in scale: something has changed",
+           lambda: [s.step() for _ in range(3)])
+
+
+@on_ranks(2)
+def test_rank_0_may_change_and_restore():
+    """As for an evaluation with averages."""
+    s = Script("ddp")
+    for _ in range(9):
+        s.step()
+        if dist.get_rank() == 0:
+            kept = [p.detach().clone() for p in s.parameters]
+            with torch.no_grad():
+                for p in s.parameters:
+                    p.zero_()
+                s.module(s.x)
+                for p, before in zip(s.parameters, kept):
+                    p.copy_(before)
+
+
+class Centres(nn.Module):
+    """A loss that has parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.centre = nn.Parameter(torch.ones(2))
+
+    def forward(self, y):
+        return (y - self.centre).square().mean()
+
+
+def steps_beside(wrapper, average=None, is_local=False, in_one=True):
+    """Steps of a model and of a loss; average(its gradient) comes before each."""
+    s, loss = Script(wrapper), Centres()
+    if is_local:
+        loss.centre.is_local = True
+    own = torch.optim.SGD(loss.parameters(), lr=0.1)
+    if in_one:
+        own = s.optimizer
+        own.add_param_group({"params": list(loss.parameters())})
+    for _ in range(4):
+        loss(s.model(s.x)).backward()
+        if average is not None:
+            average(loss.centre.grad)
+        for optimizer in dict.fromkeys([s.optimizer, own]):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2, 3)
+@of_each(*ALL)
+def test_what_is_trained_beside_is_named(wrapper):
+    for in_one in (True, False):
+        raises(RuntimeError, r"a parameter of SGD of shape \(2,\), which the loss of this model "
+               "trains, too.*p.is_local = True", steps_beside, wrapper, in_one=in_one)
+        steps_beside(wrapper, dist.all_reduce, in_one=in_one)
+        steps_beside(wrapper, is_local=True, in_one=in_one)
+
+
+class Counting(Net):
+    """As experts that count how often they are asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("load", torch.zeros(2))
+
+    def forward(self, x):
+        self.load += torch.stack([(x > 0).sum(), (x <= 0).sum()])
+        return super().forward(x)
+
+
+@on_ranks(2, 3)
+@of_each(*ALL)
+def test_buffers_that_micro_steps_add_to(wrapper):
+    """Before its next step a rank has what its own micro-steps have added."""
+    s = Script(wrapper, Counting)
+    for step in range(3):
+        for _ in range(3):
+            s.backward()
+        own = torch.stack([(s.x > 0).sum(), (s.x <= 0).sum()])
+        assert torch.equal(s.module.load, 3.0 * own), (step, s.module.load)
+        s.module.load.zero_()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+    s.module.load += dist.get_rank()
+    s.step()
+    assert len(set(gather(str(s.module.load - own)))) == 1, "rank 0's came after the step"
