@@ -334,15 +334,16 @@ class Guards:
                          "switch it off, as by torch._dynamo.config.compiled_autograd = False")
 
     def _end_backward(self):
+        for p in self._guard_more_hooks:
+            name = self._names[p]
+            is_taken = p.grad is None and self._bucket_of[name] not in self._filled
+            if name in self._came and (name in self._missing or is_taken):
+                self._refuse(f"a hook that was set before wrapping has taken the gradient of "
+                             f"{name} away, so it is not averaged: step after the backward")
         try:
             super()._end_backward()
         finally:  # it may raise after it has given gradients
             self._guard_log.n_given = self._guard_n_gradients()
-        for p in self._guard_more_hooks:
-            name = self._names[p]
-            if name in self._came and name in self._missing:
-                self._refuse(f"a hook that was set before wrapping has taken the gradient of "
-                             f"{name} away, so it was not averaged: step after the backward")
         if self._averages:
             self._guard_local = {}
         elif self.shard_group is None:

@@ -65,13 +65,14 @@ class OptimizerStates:
 
     def _groups_of_all_ranks(self, own):
         """Groups of names, as rank 0 has them, with the names that other ranks have there. Groups
-        of two ranks belong together if they share a name. A collective."""
+        of two ranks belong together if they share a name. If none does, as where one rank lacks
+        what is empty there, those do that have the same settings. A collective."""
         groups_of = [None] * self.shard_group.size()
         dist.all_gather_object(groups_of, own, group=self.shard_group)
-        merged = []
-        for groups in groups_of:
-            for group in groups:
-                add_group(group, merged)
+        merged = groups_of[0]
+        for groups in groups_of[1:]:
+            for n, group in enumerate(groups):
+                add_group(group, merged, n)
         return merged
 
     @torch.no_grad()
@@ -185,16 +186,22 @@ def copied(state):
     return tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), state)
 
 
-def add_group(group, groups):
-    """Its names to the one of groups that shares a name with it; or itself, if none does and it has
-    any: a rank may lack the empty shards of a whole group."""
+def add_group(group, groups, n):
+    """Its names to the one of groups that it belongs to, the n-th first; or itself."""
     names = set(group["params"])
     for other in groups:
         if not names.isdisjoint(other["params"]):
             other["params"] += names.difference(other["params"])
             return
-    if names:
-        groups.append(group)
+    for other in groups[n:n + 1] + groups:
+        if settings_of(other) == settings_of(group):
+            other["params"] += names
+            return
+    groups.append(group)
+
+
+def settings_of(group):
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
 def group_of(group, parameters, names):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F  # noqa: F401 - of QUESTIONS
 from torch._dynamo import compiled_autograd
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import distribute_tensor, init_device_mesh, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
@@ -330,7 +331,7 @@ def test_ignored_tensors_stay(wrapper):
     model(torch.ones(1, 4)).sum().backward()
     assert net.own[0] == rank, "the buffer was overwritten"
     net = Net()
-    net._ddp_params_and_buffers_to_ignore = ["blocks.0.weight"]
+    dropin.DDP._set_params_and_buffers_to_ignore_for_model(net, ["blocks.0.weight"])
     weight = nn.Parameter(torch.full((4, 4), float(rank)))
     net.blocks[0].weight = weight
     if wrapper != "ddp":
@@ -624,3 +625,77 @@ def test_steps_in_no_sync(wrapper):
     for name, p in alone.module.named_parameters():
         assert torch.equal(p, s.module.get_parameter(name)), name
     s.backward()
+
+
+@on_ranks(2)
+def test_which_no_sync_says_it():
+    """The one that is entered, the outer one of two."""
+    s = Script("ddp")
+    entered, other = s.model.no_sync(), s.model.no_sync(may_step=True)
+    with entered:
+        s.backward()
+    raises(RuntimeError, HOLDS, s.optimizer.step)
+    s.optimizer.zero_grad()
+    with other, s.model.no_sync():
+        s.backward()
+    s.optimizer.step()
+
+
+@on_ranks(2)
+@of_each(*ALL)
+def test_another_wrapper_is_named(wrapper):
+    """Be it in use or gone, and of the same module or of one that shares a layer."""
+    text = "0.weight is another wrapper's, or was: wrap one module"
+    for first in (DDP, dropin.Zero2, dropin.Zero3, zero.Zero1):
+        layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        one, other = (nn.Sequential(*layers) for _ in range(2))
+        model = first(one)
+        raises(RuntimeError, text, WRAPPERS[wrapper], one)
+        raises(RuntimeError, text, WRAPPERS[wrapper], other)
+        if first in (dropin.Zero2, dropin.Zero3):
+            del model
+            raises(RuntimeError, text, WRAPPERS[wrapper], one)
+    layer = nn.Linear(4, 4)
+    model = DDP(layer)
+    del model
+    WRAPPERS[wrapper](layer)  # a DDP leaves nothing behind
+
+
+@on_ranks(2)
+def test_join():
+    """Accelerate enters torch's, switched off."""
+    from torch.distributed.algorithms.join import Join
+
+    s = Script("ddp")
+    with Join([s.model], enable=False), s.model.join(enable=False):
+        s.step()
+    raises(RuntimeError, "no join.*drop_last", Join, [s.model])
+    raises(RuntimeError, "no join.*drop_last", s.model.join)
+
+
+@on_ranks(2)
+@of_each(*STAGES)
+def test_shards_have_the_class_of_their_parameter(stage):
+    """By which scripts make groups of an optimizer."""
+    class Own(nn.Parameter):
+        pass
+
+    net = Net()
+    net.head.weight = Own(net.head.weight.detach())
+    model = WRAPPERS[stage](net)
+    for _ in range(2):  # before and after the first step
+        assert [name for name, p in model.named_parameters() if isinstance(p, Own)] == [
+            "head.weight"]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+@of_each(*STAGES)
+def test_torchs_stage_1_over_a_stage(stage):
+    """It would send shards from rank to rank."""
+    model = WRAPPERS[stage](Net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    raises(RuntimeError, "sends parameters from rank to rank", optimizer.step)

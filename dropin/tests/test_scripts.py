@@ -95,6 +95,59 @@ def adds_a_gradient_hook(s):
     s.step()
 
 
+def halve(p):
+    p.grad.mul_(0.5)
+
+
+def step_by_hand(p):
+    p.data -= 0.1 * p.grad
+    p.grad = None
+
+
+def hooked(hook):
+    net = Net()
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    return net
+
+
+@script(build=partial(hooked, halve))
+def hooks_before_wrapping(s):
+    """Each is called once, with this rank's own gradient, before it is sent."""
+    s.step()
+    s.step()
+
+
+def steps_in_its_hooks():
+    net = Net()
+    for p in net.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+
+        def step(p, optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(step)
+    return net
+
+
+@script("parameters of the module", ddp="steps in the backward", build=steps_in_its_hooks)
+def steps_in_hooks_of_before(s):
+    s.step()
+
+
+@script(both="a hook that was set before wrapping has taken the gradient of",
+        build=partial(hooked, step_by_hand))
+def steps_by_hand_in_hooks_of_before(s):
+    s.step()
+
+
+@script(both="add it to the module")
+def adds_a_layer_to_the_wrapper(s):
+    s.model.more = nn.Linear(2, 2)
+    s.step()
+
+
 @script("a shard's hooks")
 def hooks_a_parameter(s):
     s.parameters[0].register_hook(torch.zeros_like)
@@ -940,6 +993,165 @@ def has_state_of_its_own(s):
         assert s.module.blocks[0].calls == 1 and s.module.blocks[0].doubled == 2
         del state["blocks.0._extra_state"]
         raises(RuntimeError, r"blocks\.0\._extra_state", load, state)
+
+
+def gradients_of(s):
+    return [p.grad for p in s.optimizer.param_groups[0]["params"]]
+
+
+@script("norm of the gradient of a shard")
+def clips_in_a_hook_of_the_optimizer(s):
+    s.optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grads_with_norm_(
+        s.parameters, 0.1, nn.utils.get_total_norm(gradients_of(s))))
+    s.step()
+
+
+@script("mean of the gradient of a shard")
+def centres_in_a_hook_that_is_set_late(s):
+    s.step()
+    s.optimizer.register_step_pre_hook(lambda *_: [g.sub_(g.mean()) for g in gradients_of(s)] and
+                                       None)
+    s.step()
+
+
+@script("norm of the gradient of a shard")
+def looks_after_the_step_in_a_hook(s):
+    s.step()
+    s.optimizer.register_step_post_hook(lambda *_: [g.norm() for g in gradients_of(s)])
+    s.step()
+
+
+@script()
+def scales_in_hooks_of_the_optimizer(s):
+    s.optimizer.register_step_pre_hook(lambda *_: [g.mul_(0.5) for g in gradients_of(s)] and None)
+    s.optimizer.register_step_post_hook(lambda *_: [g.zero_() for g in gradients_of(s)])
+    s.step()
+    s.step()
+
+
+@script("randn_like of the gradient of a shard.*whole_shape")
+def adds_noise_to_gradients(s):
+    s.backward()
+    torch.manual_seed(3)
+    for p in s.parameters:
+        p.grad += torch.randn_like(p.grad)
+    s.optimizer.step()
+
+
+@script("normal_ of the gradient of a shard")
+def takes_random_gradients(s):
+    s.backward()
+    torch.manual_seed(3)
+    for p in s.parameters:
+        p.grad.normal_()
+    s.optimizer.step()
+
+
+@script("rand_like of a shard.*whole_shape")
+def moves_weights_by_chance(s):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for p in s.parameters:
+            p += torch.rand_like(p)
+    s.step()
+
+
+@script("broadcast of a shard.*rank 0's values")
+def broadcasts_weights(s):
+    for p in s.parameters:
+        dist.broadcast(p.data, 0)
+    s.step()
+
+
+@script("all_reduce of the gradient of a shard")
+def averages_once_more(s):
+    s.backward()
+    for p in s.parameters:
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    s.optimizer.step()
+
+
+class WritesToChild(nn.Module):
+    """More than three units, of which each writes a weight in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.layer.weight.data = nn.functional.normalize(self.layer.weight.data)
+        return self.layer(x)
+
+
+@script(build=partial(Net, unit=WritesToChild))
+def writes_weights_in_the_forward(s):
+    s.x = s.x.clone().requires_grad_()
+    s.step()
+    s.step()
+
+
+class InItsBackward(torch.autograd.Function):
+    """It computes its gradients by autograd, of detached weights."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x, weight = (t.detach().requires_grad_() for t in ctx.saved_tensors)
+            return torch.autograd.grad(x @ weight.T, (x, weight), gradient)
+
+
+@two_steps_of("unit")
+class DifferentiatesInABackward(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return InItsBackward.apply(x, self.weight) + self.bias
+
+
+class BackwardInside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layer(x).backward(gradient)
+        return x.grad, None
+
+
+@two_steps_of("unit", both="a backward inside another.*in the backward of an autograd.Function")
+class GoesBackInABackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return BackwardInside.apply(x, self.layer)
+
+
+@script("made by torch.jit.script, and takes no hooks")
+def has_scripted_units(s):
+    s.step()
+
+
+has_scripted_units.build = partial(Net, unit=lambda: torch.jit.script(nn.Linear(4, 4)))
+
+
+@script("trace the module before wrapping it")
+def traces_the_module(s):
+    torch.jit.trace(s.module, s.x)
+    s.step()
 
 
 @script(both=CAST)

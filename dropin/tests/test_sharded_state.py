@@ -306,6 +306,112 @@ def test_whole_state_that_does_not_fit(kind):
     assert one.param_groups[0]["lr"] == 7.0 and not optimizer.state, "something was loaded"
 
 
+@on_ranks(2, 4)  # a mean of equal gradients does not round
+@pytest.mark.parametrize("kind", [DDP, Zero1, Zero2, Zero3])
+@pytest.mark.parametrize("lacks_empty", [True, False])
+def test_order_of_an_optimizer(kind, lacks_empty):
+    """It is another one on each rank, as where groups are made of sets; or a rank lacks shards that
+    are empty there. The state is that of one process, and can be loaded again."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    torch.manual_seed(0)
+    model = kind(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1)))
+    states = []
+    for module in (plain, model):
+        parameters = list(module.parameters())
+        if module is model:
+            parameters = parameters[dist.get_rank():] + parameters[:dist.get_rank()]
+        given = [p for p in parameters if p.nbytes > 0 or not lacks_empty]
+        groups = [{"params": [p for p in given if p.dim() == d], "lr": 0.1 * d} for d in (1, 2)]
+        if module is model and dist.get_rank() == 1 and not lacks_empty:
+            groups.reverse()
+        optimizer = torch.optim.AdamW(groups, fused=False)
+        module(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        if module is plain:
+            states.append(get_optimizer_state_dict(plain, optimizer, options=WHOLE))
+        else:
+            states.append(model.full_optimizer_state_dict(optimizer))
+    expected, actual = states
+    assert list(actual["state"]) == [name for name, _ in plain.named_parameters()]
+    for name, state in actual["state"].items():
+        same_bits(expected["state"][name], state, name)
+    rates = {tuple(group["params"]): group["lr"] for group in actual["param_groups"]}
+    assert rates == {("0.bias", "1.bias"): 0.1, ("0.weight", "1.weight"): 0.2}
+    groups = [{"params": [p for p in parameters if p.dim() == d]} for d in (2, 1)]
+    again = torch.optim.AdamW(groups, fused=False)
+    model.load_full_optimizer_state_dict(again, actual)
+    assert [group["lr"] for group in again.param_groups] == [0.2, 0.1]
+    for name, state in model.full_optimizer_state_dict(again)["state"].items():
+        same_bits(expected["state"][name], state, name)
+
+
+class WithBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+        self.register_buffer("mean", torch.rand(3, 2).T)
+        self.register_buffer("derived", torch.rand(2), persistent=False)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+BUFFERS = {"plain": lambda module: module, "ddp": DDP, "zero3": Zero3, "book_ddp": ddp.DDP,
+           "book_zero3": zero.Zero3, "torch_ddp": DistributedDataParallel, "fsdp2": fsdp2}
+
+
+def has_buffers(folder, first, second):
+    """Of a model that has been trained, another one gets rank 0's, and the weights of all."""
+    torch.manual_seed(dist.get_rank())
+    model, other = (BUFFERS[wrapper](WithBuffers()) for wrapper in (first, second))
+    x = torch.randn(6, 4)
+    for _ in range(2):
+        model(x).backward()
+    saved = sharded_state(model)
+    assert not [key for key in saved if "derived" in key]
+    module = getattr(model, "module", model)
+    [expected, *_] = gather({name: t.clone() for name, t in module.named_buffers()})
+    dcp.save(saved, checkpoint_id=folder)
+    before = getattr(other, "module", other).derived.clone()
+    dcp.load(sharded_state(other), checkpoint_id=folder)
+    actual = dict(getattr(other, "module", other).named_buffers())
+    assert torch.equal(actual.pop("derived"), before)
+    del expected["derived"]
+    same_bits(expected, actual)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("first", "second"), [("plain", "ddp"), ("zero3", "book_ddp"),
+                                               ("book_zero3", "torch_ddp"), ("fsdp2", "zero3")])
+def test_buffers_are_saved(first, second, tmp_path):
+    folders = gather(str(tmp_path))
+    has_buffers(folders[0], first, second)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", ["book_zero3", "zero3", "fsdp2"])
+def test_it_is_saved_while_training_goes_on(wrapper, tmp_path):
+    """dcp.async_save. Two models side by side, which have the same keys."""
+    one, two = (BUFFERS[wrapper](WithBuffers()) for _ in range(2))
+    with torch.no_grad():
+        for p in two.parameters():
+            p.add_(1)
+    before = [{key: t.clone() for key, t in sharded_state(model).items()} for model in (one, two)]
+    state = {"one": sharded_state(one), "two": sharded_state(two)}
+    saving = dcp.async_save(state, checkpoint_id=gather(str(tmp_path))[0])
+    saving.result()
+    with torch.no_grad():
+        for model in (one, two):
+            for p in model.parameters():
+                p.zero_()
+    dcp.load(state, checkpoint_id=gather(str(tmp_path))[0])
+    for model, expected in zip((one, two), before):
+        same_bits(expected, sharded_state(model))
+
+
 class KeepsHistory(torch.optim.SGD):
     def step(self):
         super().step()
@@ -526,6 +632,15 @@ class Counting(torch.optim.SGD):
                 self.state[p]["n_steps"] = 1
 
 
+class CountsInGroups(torch.optim.SGD):
+    """As schedule-free optimizers do."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
 @on_ranks(2)
 def test_what_cannot_be_saved_is_refused():
     """By name, before anything is sent: parameters of another model, state that is no tensor, or
@@ -536,6 +651,8 @@ def test_what_cannot_be_saved_is_refused():
     model = Zero3(module)
     raises(ValueError, "a parameter of shape .* that is none of the model's", sharded_state, model,
            early)
+    raises(ValueError, "CountsInGroups counts k in its groups", sharded_state, model,
+           CountsInGroups(model.parameters(), lr=0.1))
     optimizer = Counting(model.parameters(), lr=0.1)
     raises(ValueError, "n_steps of .* is 1: a checkpoint takes tensors", sharded_state, model,
            optimizer)

@@ -525,6 +525,44 @@ def test_state_dicts_round_trip(stage):
         same_bits(plain.state_dict(), model.full_state_dict(), f"{name}, after misfits")
         model.load_state_dict(shards)
         same_bits(good, model.full_state_dict(), f"{name}, shards given back")
+        some = {first: 2 * good[first], "more": good[first]}
+        found = model.load_full_state_dict(some, strict=False)
+        assert found.unexpected_keys == ["more"] and first not in found.missing_keys
+        assert len(found.missing_keys) == len(good) - 1
+        expected = good | {first: 2 * good[first]}
+        for n, p in plain.named_parameters(remove_duplicate=False):
+            if p is plain.get_parameter(first):
+                expected[n] = 2 * good[first]
+        same_bits(expected, model.full_state_dict(), f"{name}, in part")
+        assert model.load_state_dict({first: shards[first]}, strict=False).unexpected_keys == []
+        same_bits(good, model.full_state_dict(), f"{name}, a part given back")
+        raises(RuntimeError, "leave assign=True out", model.load_state_dict, shards, assign=True)
+
+
+class TakesMask(nn.Module):
+    """A block that is asked for a time step, and adds a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, step, mask):
+        scores = self.layer(x.to(self.layer.weight.dtype)).float() + mask
+        return scores.softmax(-1) * step
+
+
+@on_ranks(2)
+@of_each(*STAGES)
+def test_inputs_that_are_not_cast(stage):
+    """In bfloat16 1001 is 1000, and a row of the least number is one of -inf: nan."""
+    mask = torch.full((2, 4), torch.finfo(torch.float32).min)
+    for casts in (True, False):
+        model = WRAPPERS[stage](TakesMask(), param_dtype=torch.bfloat16, cast_forward_inputs=casts)
+        y = model(torch.zeros(2, 4), torch.tensor(1001.0), mask)
+        if casts:
+            assert y.isnan().all()
+        else:
+            assert y.sum().item() == 2 * 1001
 
 
 @on_ranks(2, 3)
