@@ -220,6 +220,7 @@ class Run:
     batches: Iterator | None = None  # of x and y of this rank's micro-steps
     batch: tuple | None = None  # the next one
     val_tokens: np.ndarray | None = None
+    validation: str | None = None  # how much of which data val_loss is of
     tokenizer: tiktoken.Encoding | None = None  # None where it is not needed yet
     facts: dict | None = None  # what must be the same where a run goes on
     progress: dict | None = None  # what every checkpoint has beside tensors, facts and flags
@@ -280,6 +281,7 @@ def prepare(given, progress):
         config.micro_batch_size = auto.largest_micro_batch(config, device, trial_run, train_step)
     run = assemble(gpt, config, device)
     run.val_tokens, run.tokenizer, run.facts = val_tokens, tokenizer, facts
+    run.validation = f"{config.eval_steps} steps of {shared['validation']}"
     run.progress, run.folder, run.recent = progress, folder, collections.deque(maxlen=100)
     introduce(run, len(tokens))
 
@@ -438,6 +440,10 @@ def resume(run, checkpoint, record):
     runs.load(sharded_state(run.model, *run.optimizers), checkpoint)
     for name in run.progress:
         run.progress[name] = record[name]
+    if record.get("validation", run.validation) != run.validation:
+        run.progress["best_val_loss"] = math.inf
+        say(f"val_loss is now of {run.validation}; before, it was of {record['validation']}: the "
+            f"best checkpoint is chosen anew")
     if record["scaler"]:  # empty if that run had none
         run.scaler.load_state_dict(record["scaler"])
     if run.config.comm_hook:
@@ -455,7 +461,7 @@ def save_run(run, new_best):
         if flags[name] not in (None, "stdlib"):
             flags[name] = os.path.abspath(flags[name])
     record = dict(run.progress | new_best, facts=run.facts, scaler=run.scaler.state_dict(),
-                  world_size=dist.get_world_size(), flags=flags)
+                  world_size=dist.get_world_size(), flags=flags, validation=run.validation)
     tensors = sharded_state(run.model, *run.optimizers)
     if run.config.comm_hook:
         from extras import comm_hooks

@@ -111,6 +111,25 @@ def read_sizes(config):
     return sizes
 
 
+def files_of_weights(folder):
+    """As transformers chooses them: model.safetensors, or those that the index names. Others may be
+    of an earlier save."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if index.exists():
+        try:
+            names = json.loads(index.read_text())["weight_map"].values()
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise SystemExit(f"{index}: {type(error).__name__}: {error}") from error
+        return [folder / name for name in sorted(set(names))]
+    paths = sorted(folder.glob("*.safetensors"))
+    if len(paths) > 1:
+        raise SystemExit(f"{folder} has {len(paths)} files *.safetensors, and no {index.name} that "
+                         f"says which of them belong together")
+    return paths
+
+
 @torch.no_grad()
 def read_llama_weights(model, folder):
     """Copy a folder's weights into all parameters of model that are not on meta; of the others only
@@ -118,10 +137,10 @@ def read_llama_weights(model, folder):
     from safetensors import SafetensorError, safe_open
 
     files = {}  # Llama's name -> the open file that has it; tensors are read one by one
-    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+    for path in files_of_weights(pathlib.Path(folder)):
         try:
             file = safe_open(path, "pt")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise SystemExit(f"{path} is damaged: {error}") from error
         files |= dict.fromkeys(file.keys(), file)
     for name, rows in llama_views(model.config, dict(model.named_parameters())).items():

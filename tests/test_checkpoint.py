@@ -220,6 +220,22 @@ def test_resuming_takes_the_flags(tmp_path):
     assert lines_of(tmp_path / "wandb")[-1] != ids[0], "a new run has the old one's id"
 
 
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+def test_best_is_of_losses_that_compare(before, after, tmp_path):
+    """Other blocks have another loss, be it higher or lower, of the same weights: then the best one
+    is chosen anew, and that is said."""
+    options = dict(eval_interval=1, save_interval=1, out_dir=tmp_path / "out")
+    frozen = ["--lr=0", "--min_lr=0"]
+    finish(None, argv=[*flags(**options, max_steps=2, eval_steps=before), *frozen])
+    actual = finish(None, argv=["--resume=auto", f"--out_dir={tmp_path}/out", "--max_steps=3",
+                                f"--eval_steps={after}"])
+    assert f"val_loss is now of {after} steps" in actual["stdout"], actual
+    assert (tmp_path / "out/best").readlink().name == "step_00000003"
+    actual = finish(None, argv=["--resume=auto", f"--out_dir={tmp_path}/out", "--max_steps=4"])
+    assert "val_loss is now" not in actual["stdout"], actual
+    assert (tmp_path / "out/best").readlink().name == "step_00000003", "an equal loss is no better"
+
+
 def test_a_restart_takes_one_checkpoint(tmp_path):
     """A run that torchrun starts again takes flags and weights of its newest checkpoint, also where
     --resume names an older one, which has other flags, or one that is gone: as --resume auto would

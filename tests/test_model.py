@@ -378,6 +378,31 @@ def test_another_vocabulary_is_said(tmp_path):
     assert "other ones" not in actual and "resumed" in actual, actual
 
 
+def test_files_of_an_earlier_save(tmp_path):
+    """--init_from reads model.safetensors, or what the index names, as transformers does."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="pip install safetensors")
+    hf = tmp_path / "hf"
+    finish(tmp_path / "out", export_hf=hf, max_steps=1)
+    sizes = dict.fromkeys(("n_layer", "n_head", "n_embd", "block_size"))  # those of the folder
+    weights = safetensors.load_file(hf / "model.safetensors")
+    earlier = {name: weight + 1 for name, weight in weights.items()}
+
+    def hash_of(name):
+        return finish(tmp_path / name, init_from=hf, max_steps=1, **sizes)["param_sha256"]
+
+    expected = hash_of("alone")
+    safetensors.save_file(earlier, hf / "model-00001-of-00001.safetensors")
+    assert hash_of("beside") == expected
+    (hf / "model.safetensors").rename(hf / "a.safetensors")
+    refused("2 files .*safetensors, and no model.safetensors.index.json", tmp_path / "two",
+            init_from=hf, **sizes)
+    index = {"weight_map": dict.fromkeys(weights, "a.safetensors")}
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert hash_of("by its index") == expected
+    (hf / "model.safetensors.index.json").write_text("{}")
+    refused("index.json: KeyError: 'weight_map'", tmp_path / "none", init_from=hf, **sizes)
+
+
 @pytest.mark.parametrize("dtype, name", [("int8", "I8"), ("uint8", "U8"), ("float8_e4m3fn", "F8")])
 def test_quantised_weights_are_refused(dtype, name, tmp_path):
     """By the name of the first one: without their scales the numbers are not the weights. Those of
