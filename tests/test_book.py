@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp import DDP, bucket_bytes, clip_gradients_, fill_buckets
+from ddp import DDP, bucket_bytes, clip_gradients_, fill_buckets, total_norm
 from tests.common import native, raises
 from judge.messages import messages
 from tests.common import ROOT
@@ -873,6 +874,17 @@ def test_clipping(max_norm, divide_by):
     assert clip_gradients_([], max_norm) == 0
 
 
+def test_a_norm_is_where_its_group_is():
+    """A rank whose shards are all empty has a zero on the CPU, which NCCL does not take."""
+    sent = []
+    with (mock.patch("torch.distributed.all_reduce", lambda t, group: sent.append(t.device.type)),
+          mock.patch("torch.distributed.distributed_c10d._get_object_coll_device",
+                     lambda group: "meta")):
+        total_norm([], "a group on an accelerator")
+        total_norm([torch.ones(2)], "a group on an accelerator")
+    assert sent == ["meta", "meta"]
+
+
 # -------------------------------------------------------------------------------------------------
 # what is refused
 
@@ -940,6 +952,12 @@ def zeroes_too_late(kind):
 def graph_of_gradients(kind):
     model = wrapped(kind)
     model(inputs(0)).backward(create_graph=True)
+
+
+def sparse_buffer(kind):
+    module = Net()
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    wrapped(kind, module)
 
 
 def sparse(kind):
@@ -1223,7 +1241,7 @@ REFUSED = {
     a_part_before: "blocks.0.norm.weight is wrapped already",
     a_part_after: "0.norm.weight is wrapped already", by_torch: "by DistributedDataParallel",
     no_group: "on the ranks of process_group alone", no_parameters: "has no parameters",
-    shares_memory: "elements of scale share memory",
+    shares_memory: "elements of scale share memory", sparse_buffer: "graph is sparse: make it",
     freeze: r"before wrapping: blocks.1.", unfreeze: "before wrapping: blocks.1.norm.w",
     freeze_by_wrapper: "before wrapping: first.weight",
     add: "adding or replacing parameters, such as last.more",

@@ -241,7 +241,8 @@ def test_a_restart_takes_one_checkpoint(tmp_path):
     --resume names an older one, which has other flags, or one that is gone: as --resume auto would
     go on."""
     out = tmp_path / "out"
-    mine = partial(launched_by, "mine", 0)
+    long = "m" * 500 + "\udcff"  # as of --rdzv_id, and of a folder that is not UTF-8
+    mine = partial(launched_by, long, 0)
     finish(out, save_interval=1, max_steps=3, keep_last=9)
     finish(None, argv=["--resume=auto", f"--out_dir={out}", "--lr=0.05", "--min_lr=0.05",
                        "--max_steps=5"], plant=mine)
@@ -250,7 +251,7 @@ def test_a_restart_takes_one_checkpoint(tmp_path):
     for name, where, step in (("step_00000002", "step_00000005, after step 5", 8),
                               ("gone", "step_00000008, after step 8", 9)):
         words = [f"--resume={out}/{name}", f"--max_steps={step}"]
-        actual = finish(None, argv=words, plant=partial(launched_by, "mine", 1))
+        actual = finish(None, argv=words, plant=partial(launched_by, long, 1))
         assert where in actual["stdout"], actual["stdout"]
         if step == 8:
             assert actual["param_sha256"] == expected["param_sha256"], "other flags, or weights"

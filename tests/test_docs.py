@@ -99,6 +99,12 @@ def test_readme_own_loop_runs(tmp_path):
     assert len(hashes) == 1, hashes
 
 
+def test_own_loop_reads_weights_from_a_device():
+    """An accelerator's tensor has no numpy()."""
+    [own] = blocks_of("README", "python")
+    assert ".cpu().numpy()" in own and own.count(".numpy()") == own.count(".cpu().numpy()")
+
+
 def test_using_has_one_hash(tmp_path):
     """The loop with one hash at every W has it, in own.py on 1, 2 and 4 ranks; so has a plain loop
     of one process."""

@@ -349,7 +349,7 @@ def test_order_of_an_optimizer(kind, lacks_empty):
 class WithBuffers(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+        self.layers = nn.ModuleList([nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)])
         self.register_buffer("mean", torch.rand(3, 2).T)
         self.register_buffer("derived", torch.rand(2), persistent=False)
 
