@@ -112,8 +112,9 @@ class Guards:
         self._guard_kinds = {name: (p.dtype, p.device) for name, p in self._holders.items()}
         self._guard_filled = [p for p in self._holders.values() if p.nbytes > 0]
         self._guard_local = {}  # {name: a weak reference to the `.grad` that no_sync() has left}
-        self._guard_seen = weakref.WeakSet()  # optimizers that have stepped
-        # [(kind of optimizer, a weak reference to a parameter of it that is in no wrapper)]
+        self._guard_seen = weakref.WeakKeyDictionary()  # {optimizer that has stepped: its groups}
+        # [(kind of optimizer, a weak reference to a parameter of it that is in no wrapper, whether
+        # it has ours, too)]
         self._guard_beside = []
         self._guard_reached = []  # [(a name for it, such a parameter)] of this backward
         self._guard_has_same_values = self.shard_group is None and self._init_sync
@@ -213,19 +214,22 @@ class Guards:
         return self
 
     def _guard_see(self, optimizer):
-        """Before the first step of an optimizer, be it of another model. Its state may have been
-        loaded before that, and may be loaded later."""
-        self._guard_seen.add(optimizer)
+        """Before the first step of an optimizer, be it of another model, or of a group that was
+        added. Its state may have been loaded before that, and may be loaded later."""
+        n_seen = self._guard_seen.get(optimizer, 0)
+        self._guard_seen[optimizer] = len(optimizer.param_groups)
         kind = type(optimizer).__name__
-        own = []
-        for group in optimizer.param_groups:
+        own, beside = [], []
+        for group in optimizer.param_groups[n_seen:]:
             for p in group["params"]:
                 if p in self._guard_names:
                     own.append(p)
-                elif p.requires_grad and not is_wrapped(p) and not hasattr(p, "whole_shape"):
-                    self._guard_beside.append((kind, weakref.ref(p)))
-                    self._guard_log.n_due = 2
-        if own:
+                elif p.requires_grad and not is_of_a_wrapper(p):
+                    beside.append(p)
+        for p in beside:
+            self._guard_beside.append((kind, weakref.ref(p), self._guard_is_ours(optimizer)))
+            self._guard_log.n_due = 2
+        if own and n_seen == 0:
             has_elements = any(p.nbytes > 0 for p in own)
             self._guard_log.note_first_step(kind, len(optimizer.state) > 0, has_elements)
             note = functools.partial(self._guard_log.note_load, f"a load of the state of {kind}")
@@ -246,7 +250,7 @@ class Guards:
     @torch.compiler.disable
     def _guard_before_step(self, optimizer, arguments, options):
         """Hook of all optimizers, before a step."""
-        if optimizer not in self._guard_seen:
+        if self._guard_seen.get(optimizer) != len(optimizer.param_groups):
             self._guard_see(optimizer)
         if not self._guard_is_ours(optimizer):
             return
@@ -364,7 +368,9 @@ class Guards:
         history["buffers"] = self._guard_text_of_buffers()
         if log.layout != log.agreed:
             log.new_memory = memory_of(self._named("buffers", log.modules))
-        history["beside"] = checksums_of(self._guard_reached)
+        history["beside"] = {}
+        for pair in self._guard_reached:  # on any device
+            history["beside"] |= checksums_of([pair])
         history["steps"] = log.text_of_steps(self._guard_names)
         history["values"] = self._guard_checksums() if log.is_due() else {}
         self._guard_reached = []
@@ -388,10 +394,10 @@ class Guards:
         if "beside" in differences:
             name = first_in_dispute([history["beside"] for history in histories])
             if name is not None:
-                self._refuse(f"ranks have other values of {name}, which the loss of this model "
-                             f"trains, too: it is in no wrapper, so nobody averages its gradient. "
-                             f"Wrap one module that has both. Or average `.grad` by hand before "
-                             f"each step. If each rank is to have its own: p.is_local = True")
+                self._refuse(f"ranks have other values of {name}, which is trained beside this "
+                             f"model: it is in no wrapper, so nobody averages its gradient. Wrap "
+                             f"one module that has both. Or average `.grad` by hand before each "
+                             f"step. If each rank is to have its own: p.is_local = True")
         if "steps" in differences:
             self._guard_compare(f"ranks have gone different ways since the backward before: "
                                 f"{differences['steps']}. Decide on steps, rates and their number "
@@ -413,10 +419,10 @@ class Guards:
         return checksums_of(self._named("parameters"))
 
     def _guard_find_reached(self):
-        """Parameters that an optimizer has beside those of wrappers, and that this backward
+        """Parameters in no wrapper that an optimizer has beside ours, or that this backward
         reaches, such as those of a loss: their `.grad` is this rank's own."""
         n_alike = collections.Counter()
-        for kind, reference in self._guard_beside:
+        for kind, reference, is_beside_ours in self._guard_beside:
             p = reference()
             if p is None or getattr(p, "is_local", False):
                 continue
@@ -425,7 +431,7 @@ class Guards:
             if n_alike[name] > 1:
                 name += f", number {n_alike[name]}"
             node = torch.autograd.graph.get_gradient_edge(p).node
-            if torch._C._will_engine_execute_node(node):
+            if is_beside_ours or torch._C._will_engine_execute_node(node):
                 self._guard_reached.append((name, p))
 
     # ---- buffers that have changed since ranks compared them
@@ -524,6 +530,11 @@ class Guards:
 def ids_of(named):
     """Of the parameters of [(name, parameter)]."""
     return list(map(id, [p for _, p in named]))
+
+
+def is_of_a_wrapper(p):
+    """One of ours, or fully_shard. (torch's DDP leaves no mark, but values that are alike.)"""
+    return is_wrapped(p) or hasattr(p, "whole_shape") or hasattr(p, "to_local")
 
 
 def has_parameter(optimizer, parameter):

@@ -277,7 +277,7 @@ class PartOfParameter:
                 raise RuntimeError(f"{name} of {shard_in(args, kwargs)}: {OTHER_NUMBERS}. Better "
                                    f"initialise the module before wrapping it, or on the meta "
                                    f"device by init_fn=")
-            if module.startswith("torch.distributed"):
+            if module.startswith("torch.distributed") or "c10d" in module:
                 raise RuntimeError(f"{name} of {shard_in(args, kwargs)}: other ranks have other "
                                    f"parts. All begin with rank 0's values, and gradients are "
                                    f"averaged; whole values come from full_parameters()")

@@ -718,17 +718,25 @@ class Centres(nn.Module):
         return (y - self.centre).square().mean()
 
 
-def steps_beside(wrapper, average=None, is_local=False, in_one=True):
-    """Steps of a model and of a loss; average(its gradient) comes before each."""
+def steps_beside(wrapper, average=None, is_local=False, in_one=True, late=False, apart=False):
+    """Steps of a model and of a loss; average(its gradient) comes before each. late: the optimizer
+    gets its parameters after a step. apart: it has a backward of its own."""
     s, loss = Script(wrapper), Centres()
     if is_local:
         loss.centre.is_local = True
     own = torch.optim.SGD(loss.parameters(), lr=0.1)
+    if late:
+        s.step()
     if in_one:
         own = s.optimizer
         own.add_param_group({"params": list(loss.parameters())})
     for _ in range(4):
-        loss(s.model(s.x)).backward()
+        if apart:
+            y = s.model(s.x)
+            loss(y.detach()).backward()
+            y.square().mean().backward()
+        else:
+            loss(s.model(s.x)).backward()
         if average is not None:
             average(loss.centre.grad)
         for optimizer in dict.fromkeys([s.optimizer, own]):
@@ -739,11 +747,13 @@ def steps_beside(wrapper, average=None, is_local=False, in_one=True):
 @on_ranks(2, 3)
 @of_each(*ALL)
 def test_what_is_trained_beside_is_named(wrapper):
+    text = r"other values of a parameter of SGD of shape \(2,\),.*p.is_local = True"
     for in_one in (True, False):
-        raises(RuntimeError, r"a parameter of SGD of shape \(2,\), which the loss of this model "
-               "trains, too.*p.is_local = True", steps_beside, wrapper, in_one=in_one)
+        raises(RuntimeError, text, steps_beside, wrapper, in_one=in_one)
         steps_beside(wrapper, dist.all_reduce, in_one=in_one)
         steps_beside(wrapper, is_local=True, in_one=in_one)
+    raises(RuntimeError, text, steps_beside, wrapper, late=True)
+    raises(RuntimeError, text, steps_beside, wrapper, apart=True)
 
 
 class Counting(Net):
