@@ -8,6 +8,7 @@ They are layers: see __init__.py.
 
 import functools
 import zlib
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -548,14 +549,14 @@ class UnevenForwards:
         whose shards are empty. It changes no bit, and nothing in stage 3."""
         self._is_last_backward = is_last_backward
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """As `StateDicts`. Before, ranks compare what they have done since the last backward: it
         may be the end, and no backward will."""
         self._check_counts()
         if self._trained:
             self._start_count([])
             self._check_counts()
-        return super().full_state_dict()
+        yield from super().full_parameters()
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
