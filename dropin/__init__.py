@@ -14,6 +14,7 @@ import torch
 
 import ddp
 import zero
+from dropin.alike import AlikeGuards
 from dropin.guards import Guards
 from dropin.ranks import UnevenForwards, UnevenOrder, UnevenRanks
 from dropin.shard_guards import ShardGuards, clip_gradients_
@@ -23,11 +24,11 @@ from dropin.torch_options import TorchOptions
 
 __all__ = ["DDP", "HierarchicalState", "Zero1", "Zero2", "Zero3", "clip_gradients_"]
 
-OF_DDP = (Guards, TorchOptions, UnevenRanks, OptimizerStates)
-OF_STAGES = (ShardGuards, Guards, UnevenForwards, UnevenRanks, StateDicts, OptimizerStates,
-             ShardingOptions)
-OF_STAGE_3 = (ShardGuards, Guards, UnevenOrder, UnevenForwards, UnevenRanks, StateDicts,
-              OptimizerStates, ShardingOptions)
+OF_DDP = (Guards, AlikeGuards, TorchOptions, UnevenRanks, OptimizerStates)
+OF_STAGES = (ShardGuards, Guards, AlikeGuards, UnevenForwards, UnevenRanks, StateDicts,
+             OptimizerStates, ShardingOptions)
+OF_STAGE_3 = (ShardGuards, Guards, AlikeGuards, UnevenOrder, UnevenForwards, UnevenRanks,
+              StateDicts, OptimizerStates, ShardingOptions)
 
 
 @torch.nn.parallel.DistributedDataParallel.register  # for isinstance(), which libraries ask

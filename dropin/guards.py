@@ -1,6 +1,7 @@
 # nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
-"""Guards of all wrappers. Those of stages are in shard_guards.py.
+"""Guards of all wrappers. Those of stages are in shard_guards.py, and those of ranks that should do
+the same in alike.py.
 
 There are many ways in which a script can compute something else than its author thinks, such as a
 step with what no_sync() has held back. Each is done right, where few lines can do that. Otherwise
@@ -8,24 +9,17 @@ it raises RuntimeError, in a line that says what to do. A script without mistake
 without guards. Attributes of its own begin with `_guard_`, as all layers share one object.
 """
 
-import collections
-import dataclasses
-import functools
-import itertools
 import math
-import numbers
 import weakref
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo import compiled_autograd
-from torch.optim.optimizer import (register_optimizer_step_post_hook,
-                                   register_optimizer_step_pre_hook)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ddp import is_wrapped, Reducer
-from dropin.ranks import as_known, named_modules
+from dropin.ranks import named_modules
 from zero import in_backward
 
 IN_BACKWARD_OPTIMIZERS = "_in_backward_optimizers"  # where torch notes them at a parameter
@@ -36,15 +30,9 @@ class Guards:
     """With guards: a module is wrapped once, has tensors that can be sent, and keeps the parameters
     that it had when it was wrapped. A backward inside another, or after one whose end never came,
     is refused. An optimizer does not step, and nothing is clipped, with what no_sync() has left:
-    this rank's own.
-
-    What scripts do between two averaged backwards must be the same on all ranks: shapes and dtypes
-    of buffers, steps and their rates, whether gradients are zeroed. If it is not, all ranks raise
-    in the next averaged backward (on an accelerator: after it)."""
+    this rank's own."""
 
     _guard_hint = ""  # what else to say of an attribute of the module
-    _may_step = False  # in DDP no_sync(may_step=True) sets it
-    _comm_hook = None  # of DDP
 
     # ---- the module
 
@@ -95,49 +83,22 @@ class Guards:
             raise AttributeError(fact, name=name, obj=self) from None
 
     def _watch(self, buckets):
-        super()._watch(buckets)
         self._hook(register_optimizer_step_pre_hook, type(self)._guard_before_step)
-        self._hook(register_optimizer_step_post_hook, type(self)._guard_after_any_step)
+        super()._watch(buckets)  # after it, so that a step which is refused is not noted
         # swap_tensors(), by which load_state_dict() may work, would lose the hooks. It raises where
         # there is a weak reference.
         self._guard_not_to_swap = [weakref.ref(p) for p in self._names]
         wrapped = self._named("parameters")
         self._guard_wrapped = wrapped  # [(name, parameter)]
         self._guard_ids = ids_of(wrapped)
-        # {what an optimizer has of a parameter: its name}
-        self._guard_names = {}
-        for bucket in buckets:
-            holders = bucket.parameters if self.shard_group is None else bucket.shards
-            self._guard_names.update(zip(holders, bucket.names))
         self._guard_kinds = {name: (p.dtype, p.device) for name, p in self._holders.items()}
-        self._guard_filled = [p for p in self._holders.values() if p.nbytes > 0]
         self._guard_local = {}  # {name: a weak reference to the `.grad` that no_sync() has left}
-        self._guard_seen = weakref.WeakKeyDictionary()  # {optimizer that has stepped: its groups}
-        # [(kind of optimizer, a weak reference to a parameter of it that is in no wrapper, whether
-        # it has ours, too)]
-        self._guard_beside = []
-        self._guard_reached = []  # [(a name for it, such a parameter)] of this backward
-        self._guard_has_same_values = self.shard_group is None and self._init_sync
-        self._guard_versions = [p._version for p in self._names]  # of DDP
-        self._guard_log = Log(named_modules(self.module))
-        buffers = self._named("buffers")
-        self._guard_log.agreed = layout_of(buffers)
-        self._guard_log.memory = memory_of(buffers)
 
     @torch.compiler.disable
     def _prepare_forward(self):
-        self._guard_log.stepping = None  # a step has raised, or this forward is its closure's
         self._guard_end_of_backward("a forward")
         self._guard_parameters()
-        if self.shard_group is None and self._guard_new_versions():
-            self._guard_log.note("a change of parameters without an optimizer")
         super()._prepare_forward()
-
-    def _guard_new_versions(self):
-        """DDP: note the versions of parameters -> whether they are new."""
-        before = self._guard_versions
-        self._guard_versions = [p._version for p in self._names]
-        return self._guard_versions != before
 
     def _guard_parameters(self):
         """The module has the parameters with which it was wrapped, and each trained one has one
@@ -213,28 +174,6 @@ class Guards:
         self._guard_parameters()
         return self
 
-    def _guard_see(self, optimizer):
-        """Before the first step of an optimizer, be it of another model, or of a group that was
-        added. Its state may have been loaded before that, and may be loaded later."""
-        n_seen = self._guard_seen.get(optimizer, 0)
-        self._guard_seen[optimizer] = len(optimizer.param_groups)
-        kind = type(optimizer).__name__
-        own, beside = [], []
-        for group in optimizer.param_groups[n_seen:]:
-            for p in group["params"]:
-                if p in self._guard_names:
-                    own.append(p)
-                elif p.requires_grad and not is_of_a_wrapper(p):
-                    beside.append(p)
-        for p in beside:
-            self._guard_beside.append((kind, weakref.ref(p), self._guard_is_ours(optimizer)))
-            self._guard_log.n_due = 2
-        if own and n_seen == 0:
-            has_elements = any(p.nbytes > 0 for p in own)
-            self._guard_log.note_first_step(kind, len(optimizer.state) > 0, has_elements)
-            note = functools.partial(self._guard_log.note_load, f"a load of the state of {kind}")
-            optimizer.register_load_state_dict_post_hook(lambda _: note())
-
     def _refuse_optimizer_in_backward(self, name):
         self._refuse(f"{name} has an optimizer that steps in the backward, before gradients are "
                      f"averaged: make an optimizer of model.parameters()")
@@ -250,8 +189,6 @@ class Guards:
     @torch.compiler.disable
     def _guard_before_step(self, optimizer, arguments, options):
         """Hook of all optimizers, before a step."""
-        if self._guard_seen.get(optimizer) != len(optimizer.param_groups):
-            self._guard_see(optimizer)
         if not self._guard_is_ours(optimizer):
             return
         name = type(optimizer).__name__
@@ -260,38 +197,10 @@ class Guards:
         self._guard_end_of_backward(f"a step of {name}")
         if not has_closure(arguments, options):  # which may make the averaged backward
             self._guard_refuse_local(f"{name} steps", optimizer)
-        log = self._guard_log
-        if log.stepping is None:  # else it is one that an optimizer around has made
-            log.stepping = weakref.ref(optimizer)
-            if not self._may_step:
-                log.note_step(optimizer)
-            if self._may_step or not self.require_backward_grad_sync:
-                self._guard_has_same_values = False
-            is_idle = all(p.grad is None for p in self._guard_filled)
-            if self.shard_group is None and is_idle:
-                log.n_idle += 1
-
-    @torch.compiler.disable
-    def _guard_after_any_step(self, optimizer, arguments, options):
-        """Hook of all optimizers, after a step."""
-        log = self._guard_log
-        if log.stepping is not None and log.stepping() is optimizer:
-            log.stepping = None
-            if self.shard_group is None:
-                self._guard_new_versions()
-
-    def _guard_is_ours(self, optimizer):
-        """Whether it has any of our parameters."""
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p in self._guard_names:
-                    return True
-        return False
 
     @torch.compiler.disable
     def clip_grad_norm_(self, max_norm):
         self._guard_refuse_local("clip_grad_norm_() comes")
-        self._guard_log.note(f"clip_grad_norm_({float(max_norm)})")
         return super().clip_grad_norm_(max_norm)
 
     def _guard_refuse_local(self, what, optimizer=None):
@@ -321,7 +230,6 @@ class Guards:
                          "use_reentrant=False to checkpoint(); in the backward of an "
                          "autograd.Function call torch.autograd.grad() of detached inputs and "
                          "weights, and return what it gives. After an error: call zero_grad()")
-        self._guard_note_gradients()
         try:
             super()._begin_backward()
         except RuntimeError as error:
@@ -329,8 +237,6 @@ class Guards:
                 raise
             self._refuse("torch.autograd.grad() of parameters averages nothing: use backward(). "
                          "(In the backward of an autograd.Function take it of detached weights)")
-        if self._averages and self._guard_log.is_due():
-            self._guard_find_reached()
 
     def _guard_refuse_compiled_autograd(self):
         if compiled_autograd.in_compiled_autograd_region:
@@ -344,10 +250,7 @@ class Guards:
             if name in self._came and (name in self._missing or is_taken):
                 self._refuse(f"a hook that was set before wrapping has taken the gradient of "
                              f"{name} away, so it is not averaged: step after the backward")
-        try:
-            super()._end_backward()
-        finally:  # it may raise after it has given gradients
-            self._guard_log.n_given = self._guard_n_gradients()
+        super()._end_backward()
         if self._averages:
             self._guard_local = {}
         elif self.shard_group is None:
@@ -356,354 +259,13 @@ class Guards:
                 if gradient is not None:  # autograd may have left it undefined
                     self._guard_local[name] = weakref.ref(gradient)
 
-    # ---- do ranks average what belongs together?
-
-    def _history(self):
-        """What was done with backwards, buffers and steps, in three texts of lines; checksums of
-        what ranks should have alike, by name."""
-        log = self._guard_log
-        history = super()._history()
-        history["backwards"] += (f", {log.n_idle} steps without a gradient, "
-                                 f"gradient_divide_factor {self.gradient_divide_factor}")
-        history["buffers"] = self._guard_text_of_buffers()
-        if log.layout != log.agreed:
-            log.new_memory = memory_of(self._named("buffers", log.modules))
-        history["beside"] = {}
-        for pair in self._guard_reached:  # on any device
-            history["beside"] |= checksums_of([pair])
-        history["steps"] = log.text_of_steps(self._guard_names)
-        history["values"] = self._guard_checksums() if log.is_due() else {}
-        self._guard_reached = []
-        log.begin_anew()
-        return history
-
-    def _compare_histories(self, histories):
-        """What comes first is the cause of what comes after it."""
-        differences = {}
-        for what in histories[0]:
-            facts = [history[what] for history in histories]
-            rank = first_that_differs(facts)
-            if rank is not None:
-                differences[what] = difference(facts, rank)
-        if "backwards" in differences or not differences:
-            super()._compare_histories(histories)
-        if "buffers" in differences:
-            self._refuse(f"ranks have other buffers now: {differences['buffers']}. Nothing was "
-                         f"written over them. Make them alike on all ranks, or pass "
-                         f"broadcast_buffers=False")
-        if "beside" in differences:
-            name = first_in_dispute([history["beside"] for history in histories])
-            if name is not None:
-                self._refuse(f"ranks have other values of {name}, which is trained beside this "
-                             f"model: it is in no wrapper, so nobody averages its gradient. Wrap "
-                             f"one module that has both. Or average `.grad` by hand before each "
-                             f"step. If each rank is to have its own: p.is_local = True")
-        if "steps" in differences:
-            self._guard_compare(f"ranks have gone different ways since the backward before: "
-                                f"{differences['steps']}. Decide on steps, rates and their number "
-                                f"by what all ranks know, such as a loss that was reduced over "
-                                f"them, and load on all")
-        elif "values" in differences:
-            self._guard_compare("something has changed parameters on one rank, or otherwise "
-                                "there, such as a load, or an optimizer that draws random numbers. "
-                                "Do it on all ranks alike")
-
-    # ---- values that ranks should have alike
-
-    def _guard_checksums(self):
-        """DDP: {name: a checksum of the parameter}; {} where ranks may have other values: with
-        init_sync=False, after a step in no_sync(), and with a comm hook, which may average over
-        some of the ranks."""
-        if not self._guard_has_same_values or self._comm_hook is not None:
-            return {}
-        return checksums_of(self._named("parameters"))
-
-    def _guard_find_reached(self):
-        """Parameters in no wrapper that an optimizer has beside ours, or that this backward
-        reaches, such as those of a loss: their `.grad` is this rank's own."""
-        n_alike = collections.Counter()
-        for kind, reference, is_beside_ours in self._guard_beside:
-            p = reference()
-            if p is None or getattr(p, "is_local", False):
-                continue
-            name = f"a parameter of {kind} of shape {tuple(p.shape)}"
-            n_alike[name] += 1
-            if n_alike[name] > 1:
-                name += f", number {n_alike[name]}"
-            node = torch.autograd.graph.get_gradient_edge(p).node
-            if is_beside_ours or torch._C._will_engine_execute_node(node):
-                self._guard_reached.append((name, p))
-
-    # ---- buffers that have changed since ranks compared them
-    #
-    # Rank 0's message would be written over whatever another rank has there, or would be of another
-    # length. To compare before it costs a message. So ranks compare with the count of the next
-    # backward. Until then what was there before takes part in the broadcast: the old memory.
-
-    def _buffers_to_send(self):
-        log = self._guard_log
-        named = self._named("buffers", log.modules)
-        layout = layout_of(named)
-        if layout != log.agreed:
-            now = dict(zip(layout, named))
-            named = []
-            for what in log.agreed:
-                name = what[0]
-                # A copy: if a script has resized a buffer, the old memory is the new one's.
-                named.append(now[what] if what in now else (name, log.memory[name].clone()))
-        log.memory = memory_of(named)
-        before, log.versions = log.versions, {name: t._version for name, t in named}
-        if before != log.versions and self._guard_adds_up():
-            # In place of what own forwards have changed a copy is overwritten.
-            named = [(name, t if t._version == before.get(name) else t.clone())
-                     for name, t in named]
-        return named
-
-    def _guard_adds_up(self):
-        """Whether the next backward will add to means, as no step has come after them. Then this
-        rank keeps what its forwards add to buffers, such as counts; rank 0's come after the step.
-        """
-        has_stepped = any(groups for _, groups in self._guard_log.steps)
-        return self._guard_n_gradients() > 0 and not has_stepped
-
-    def _guard_text_of_buffers(self):
-        """A line for each of those that are sent, in this order. It is kept until they change."""
-        log, layout = self._guard_log, []
-        if self.forward_sync_buffers:
-            layout = layout_of(self._named("buffers", log.modules))
-        if layout != log.layout:
-            lines = [" ".join(map(str, what)) for what in layout]
-            log.layout, log.text_of_layout = layout, "\n".join(lines)
-        return log.text_of_layout
-
-    def _check_counts(self):
-        is_new = self._unread_counts is not None
-        super()._check_counts()
-        if is_new:
-            log = self._guard_log
-            log.agreed = log.counted_layout
-            log.memory |= log.new_memory
-            log.new_memory = {}
-
-    # ---- steps that differ between ranks
-
-    def _guard_note_gradients(self):
-        """At the begin of a backward: what has become of the means of the one before? None, which
-        is not compared: if there were none here, if some are kept, or if no_sync() has left others.
-        """
-        log = self._guard_log
-        log.gradients = None
-        if log.n_given > 0 and not self._guard_holds_back():
-            words = {0: "zeroed gradients", log.n_given: "kept gradients"}
-            log.gradients = words.get(self._guard_n_gradients())
-
-    def _guard_holds_back(self):
-        """Whether no_sync() has left gradients."""
-        return len(self._guard_local) > 0
-
-    def _guard_n_gradients(self):
-        """How many there are. (An optimizer may lack empty shards, and leave theirs.)"""
-        return len([None for p in self._guard_filled if p.grad is not None])
-
-    def _guard_compare(self, why):
-        """Raise if what the last count has compared differs in a way that matters. A collective."""
-        steps, gradients, begun = self._guard_log.counted
-        own = self._guard_record(steps)
-        if gradients is not None:
-            own["whether there are gradients"] = gradients
-        if self.shard_group is not None:
-            for kind, has_state in begun:
-                if has_state is not None:
-                    own[f"the state of {kind} before its first step"] = has_state
-        records = [None] * self.group.size()
-        with self._telling("wait", "compare", "steps"):
-            dist.all_gather_object(records, own, group=self.group)
-        name = first_in_dispute(records)
-        if name is not None:
-            self._refuse(f"ranks differ in {name}: {why}")
-
-    def _guard_record(self, steps):
-        """DDP: checksums. One rank may update what it then sends to the others."""
-        return checksums_of(self._named("parameters"))
-
-
 def ids_of(named):
     """Of the parameters of [(name, parameter)]."""
     return list(map(id, [p for _, p in named]))
 
 
-def is_of_a_wrapper(p):
-    """One of ours, or fully_shard. (torch's DDP leaves no mark, but values that are alike.)"""
-    return is_wrapped(p) or hasattr(p, "whole_shape") or hasattr(p, "to_local")
-
-
 def has_parameter(optimizer, parameter):
     return any(p is parameter for group in optimizer.param_groups for p in group["params"])
-
-
-def numbers_of(group, defaults):
-    """Of an optimizer's group, what its defaults have, too: ["lr = 0.1", ...]. (What an accelerator
-    holds is left out: reading it would make the CPU wait.)"""
-    lines = []
-    for name in defaults:
-        value = group.get(name)
-        if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
-            value = value.item()
-        parts = value if isinstance(value, tuple | list) else [value]
-        if all(isinstance(part, numbers.Real) for part in parts):
-            as_floats = [float(part) + 0.0 for part in parts]  # one text for 0, 0.0, -0.0 and False
-            lines.append(f"{name} = {', '.join(map(str, as_floats))}")
-    return lines
-
-
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size
-
-
-def checksums_of(named):
-    """{name: a checksum} of [(name, tensor)]: the sum of their bits, seen as integers. An
-    accelerator is waited for once."""
-    sums = []
-    for _, t in named:
-        t = as_known(t.detach())
-        sums.append(t.view(INTEGERS[t.itemsize]).sum())
-    values = torch.stack(sums).tolist() if sums else []
-    return dict(zip([name for name, _ in named], values))
-
-
-def first_in_dispute(records):
-    """The first name that has other values in two of these dictionaries, or None."""
-    first = {}
-    for record in records:
-        for name, value in record.items():
-            if first.setdefault(name, value) != value:
-                return name
-
-
-def first_that_differs(facts):
-    """The first rank whose fact is not rank 0's, or None."""
-    for rank, fact in enumerate(facts):
-        if fact != facts[0]:
-            return rank
-    return None
-
-
-def difference(texts, rank):
-    """The first line in which texts of rank 0 and of rank differ, as words."""
-    lines = [str(texts[0]).splitlines(), str(texts[rank]).splitlines()]
-    for of_0, of_rank in itertools.zip_longest(*lines, fillvalue="nothing"):
-        if of_0 != of_rank:
-            return f"rank 0 has {of_0}, and rank {rank} has {of_rank}"
-
-
-def new_steps():
-    """Room for the last 100: there may be no backward for long."""
-    return collections.deque(maxlen=100)
-
-
-@dataclasses.dataclass
-class Log:
-    """What a script has done with a wrapper on this rank, by which ranks see whether they do the
-    same. (These are no attributes of the wrapper itself: to set one of a Module takes 5 us.)
-
-        modules   [(name, module)] when the last forward began
-        n_idle    steps of DDP without any gradient
-        stepping  a weak reference to the optimizer that steps, or None
-        n_given   how many gradients the last backward has left, but for those of empty shards
-        n_counts  how often ranks have compared all this
-        n_due     for how many counts to come values are compared
-
-    Since the last count, and of what that has compared:
-
-        steps     [(kind, groups)]: the kind of optimizer, and of each of its groups (its numbers in
-                  lines, its parameters); of what is no step, such as a load, that and no groups
-        begun     [(kind, whether it had state then)] of optimizers that have stepped for the first
-                  time; of one with empty shards alone nobody knows: None
-        gradients whether those of before were zeroed, in words; or None, which is not compared
-        counted   (steps, gradients, begun) of the last count
-
-    Of buffers:
-
-        layout, text_of_layout   `layout_of` them when they were looked at last, also in lines
-        counted_layout           when ranks have counted last
-        agreed    such a layout, which all ranks have found to be theirs
-        memory    {name: what was there when it was sent last, or when ranks agreed on it}
-        new_memory               that of a layout on which ranks have yet to agree
-        versions  {name: the buffer's version} when it was sent last
-    """
-    modules: list
-    n_idle: int = 0
-    stepping: weakref.ref | None = None
-    n_given: int = 0
-    n_counts: int = 0
-    n_due: int = 0
-    steps: collections.deque = dataclasses.field(default_factory=new_steps)
-    begun: list = dataclasses.field(default_factory=list)
-    gradients: str | None = None
-    counted: tuple = ((), None, ())
-    layout: list = dataclasses.field(default_factory=list)
-    text_of_layout: str = ""
-    counted_layout: list = dataclasses.field(default_factory=list)
-    agreed: list = dataclasses.field(default_factory=list)
-    memory: dict = dataclasses.field(default_factory=dict)
-    new_memory: dict = dataclasses.field(default_factory=dict)
-    versions: dict = dataclasses.field(default_factory=dict)
-
-    def note(self, what):
-        """What is no step, once since the last count."""
-        if (what, []) not in self.steps:
-            self.steps.append((what, []))
-
-    def note_load(self, what):
-        """What it leads to is there after the next step."""
-        self.note(what)
-        self.n_due = 2
-
-    def note_first_step(self, kind, has_state, has_elements):
-        self.begun.append((kind, has_state if has_elements else None))
-        if has_state:
-            self.n_due = 2
-
-    def is_due(self):
-        """Whether the next count compares values: it takes as long as to read all parameters."""
-        n = self.n_counts + 1
-        return self.n_due > 0 or n.bit_count() == 1 or n % 64 == 0  # 1, 2, 4, 8, ...
-
-    def note_step(self, optimizer):
-        groups = []
-        for group in optimizer.param_groups:
-            groups.append((numbers_of(group, optimizer.defaults), list(group["params"])))
-        self.steps.append((type(optimizer).__name__, groups))
-
-    def text_of_steps(self, names):
-        """In lines. names: {parameter: its name}."""
-        lines = [str(self.gradients)]
-        for kind, groups in self.steps:
-            lines.append(f"a step of {kind}" if groups else kind)
-            for of_group, parameters in groups:
-                if parameters:
-                    first = names.get(parameters[0], "a parameter of another model")
-                    lines.append(f"a step of {len(parameters)} parameters from {first} on")
-                lines += of_group
-        for kind, had_state in self.begun:
-            lines.append(f"a first step of {kind}, whose state was there before: {had_state}")
-        return "\n".join(lines)
-
-    def begin_anew(self):
-        """A count has begun, which compares all this."""
-        self.counted, self.counted_layout = (self.steps, self.gradients, self.begun), self.layout
-        self.steps, self.gradients, self.begun = new_steps(), None, []
-        self.n_counts += 1
-        self.n_due = max(0, self.n_due - 1)
-
-
-def memory_of(named):
-    """{name: another tensor of the memory that t has now} of buffers [(name, t)]."""
-    return {name: t.detach() for name, t in named}
-
-
-def layout_of(named):
-    """Of buffers [(name, t)] what must be alike where they are sent."""
-    return [(name, t.dtype, t.shape, None if t.is_sparse else t.stride()) for name, t in named]
 
 
 class NotAgain:

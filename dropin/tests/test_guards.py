@@ -78,7 +78,8 @@ def test_layers_stand_over_the_book(kind, layers, book):
 
 # Pairs of layers, of which the first one has to run before the second one, and why.
 BEFORE = [("ShardGuards", "Guards", "a stage's own _guard_refuse_local"),
-          ("Guards", "UnevenRanks", "what is compared stands in the history before it is sent"),
+          ("Guards", "AlikeGuards", "a step that is refused is not noted"),
+          ("AlikeGuards", "UnevenRanks", "what is compared is in the history before it is sent"),
           ("TorchOptions", "UnevenRanks", "sums that are there are divided before more are added"),
           ("UnevenOrder", "UnevenForwards", "a unit is used when those before it are"),
           ("UnevenForwards", "UnevenRanks", "marks are taken away when a backward has begun"),

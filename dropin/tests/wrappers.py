@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import oracle
 from dropin import DDP, HierarchicalState, Zero1, Zero2, Zero3
+from dropin.alike import AlikeGuards
 from dropin.guards import Guards
 from dropin.shard_guards import ShardGuards
 from extras.comm_hooks import hierarchical_hook, top_k_hook, TopKState
@@ -67,7 +68,7 @@ def hooked(wrap, hook, module):
 def without_guards(kind):
     """A class of all that kind is made of, but the guards. It has the same name: ranks send each
     other the name, and bytes are compared."""
-    parts = [part for part in kind.__bases__ if part not in (Guards, ShardGuards)]
+    parts = [part for part in kind.__bases__ if part not in (ShardGuards, Guards, AlikeGuards)]
     return type(kind.__name__, tuple(parts), {})
 
 
