@@ -49,7 +49,6 @@ class AlikeGuards:
         self._guard_log.agreed = layout_of(buffers)
         self._guard_log.memory = memory_of(buffers)
 
-    @torch.compiler.disable
     def _prepare_forward(self):
         self._guard_log.stepping = None  # a step has raised, or this forward is its closure's
         if self.shard_group is None and self._guard_new_versions():
@@ -76,7 +75,6 @@ class AlikeGuards:
 
     # ---- what is noted
 
-    @torch.compiler.disable
     def clip_grad_norm_(self, max_norm):
         self._guard_log.note(f"clip_grad_norm_({float(max_norm)})")
         return super().clip_grad_norm_(max_norm)
