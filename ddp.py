@@ -348,7 +348,7 @@ class Reducer(nn.Module):
             if isinstance(m, (Reducer, nn.parallel.DistributedDataParallel)):
                 self._refuse(f"a part of the module is wrapped already, by {type(m).__name__}")
         for p, name in self._names.items():
-            if is_wrapped(p):
+            if is_wrapped(p) or hasattr(p, "to_local"):  # that is fully_shard's
                 self._refuse(f"{name} is wrapped already")
         for name, t in tensors.items():
             if t.layout != torch.strided:

@@ -623,10 +623,12 @@ class Zero1(Reducer):
         for name in self._names.values():
             if name not in whole:
                 bucket = self._bucket_of[name]
-                with self._telling("wait", "gather", bucket):
-                    flat = bucket.gather_copy()
-                whole.update(zip(bucket.names, bucket.views(flat)))
+                whole.update(zip(bucket.names, bucket.views(self._gather_copy(bucket))))
             yield name, whole.pop(name).clone()
+
+    def _gather_copy(self, bucket):
+        with self._telling("wait", "gather", bucket):
+            return bucket.gather_copy()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """What state_dict() of the module would be, on every rank. A collective."""
@@ -645,7 +647,7 @@ class Zero1(Reducer):
         part. Each rank has all of state. Raises RuntimeError, as load_state_dict() of the module,
         and then parameters are as before."""
         self._take_up_changes()
-        flats = [bucket.gather_copy() for bucket in self._all_buckets]
+        flats = [self._gather_copy(bucket) for bucket in self._all_buckets]
         try:
             for bucket, flat in zip(self._all_buckets, flats):
                 for p, view in zip(bucket.parameters, bucket.views(flat)):

@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ddp import DDP, bucket_bytes, clip_gradients_, fill_buckets, total_norm
@@ -1060,6 +1061,12 @@ def a_part_after(kind):
     DDP(model.module.blocks)
 
 
+def by_fully_shard(kind):
+    module = Net()
+    fully_shard(module.blocks[1])
+    wrapped(kind, module)
+
+
 def by_torch(kind):
     wrapped(kind, nn.parallel.DistributedDataParallel(Net()))
 
@@ -1240,6 +1247,7 @@ REFUSED = {
     twice: "wrapped already", twice_the_module: "first.weight is wrapped already",
     a_part_before: "blocks.0.norm.weight is wrapped already",
     a_part_after: "0.norm.weight is wrapped already", by_torch: "by DistributedDataParallel",
+    by_fully_shard: "blocks.1.norm.weight is wrapped already",
     no_group: "on the ranks of process_group alone", no_parameters: "has no parameters",
     shares_memory: "elements of scale share memory", sparse_buffer: "graph is sparse: make it",
     freeze: r"before wrapping: blocks.1.", unfreeze: "before wrapping: blocks.1.norm.w",
