@@ -225,11 +225,12 @@ def states(optimizers, of_model):
 
 
 def refuse_counts(optimizer):
-    """Raise ValueError if a step changes numbers in the optimizer's groups, which are not saved."""
+    """Raise ValueError if a step changes numbers in the optimizer's groups, which are not saved.
+    Tried on a parameter of one element."""
     kind = type(optimizer)
     group = optimizer.param_groups[0]
     try:
-        _, twin = optimizer_of_one(kind, group, torch.zeros_like(group["params"][0].detach()))
+        _, twin = optimizer_of_one(kind, group, torch.zeros((1,) * group["params"][0].dim()))
         before = numbers_of(twin)
         twin.step()
     except Exception:  # it is made, or steps, in a way of its own: nobody knows
