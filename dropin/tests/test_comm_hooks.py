@@ -5,6 +5,7 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dropin import DDP
 from extras.comm_hooks import top_k_hook, TopKState
@@ -47,3 +48,22 @@ def test_top_k_loses_nothing():
     assert n_buckets > 1 and indices == 4 * [*range(n_buckets)], f"buckets are numbered {indices}"
     (zoo_loss(model, 0, rank) * math.inf).backward()
     assert all(t.isfinite().all() for t in state.residual.values()), "an inf stays for ever"
+
+
+def keep_own(state, bucket):
+    """As post-local SGD after its start, with as many groups as ranks."""
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+@on_ranks(2)
+def test_a_hook_may_leave_ranks_apart():
+    model = DDP(nn.Linear(3, 1))
+    model.register_comm_hook(None, keep_own)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(9):
+        (model(torch.ones(2, 3)).square().mean() * dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(set(gather(str(model.module.weight.tolist())))) == 2

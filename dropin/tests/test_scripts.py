@@ -1015,7 +1015,13 @@ def centres_in_a_hook_that_is_set_late(s):
 
 
 @script("norm of the gradient of a shard")
-def looks_after_the_step_in_a_hook(s):
+def looks_after_the_first_step_in_a_hook(s):
+    s.optimizer.register_step_post_hook(lambda *_: [g.norm() for g in gradients_of(s)])
+    s.step()
+
+
+@script("norm of the gradient of a shard")
+def looks_after_a_step_in_a_hook(s):
     s.step()
     s.optimizer.register_step_post_hook(lambda *_: [g.norm() for g in gradients_of(s)])
     s.step()
