@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 import numbers
 import weakref
 
@@ -15,14 +16,14 @@ from torch.optim.optimizer import (register_optimizer_step_post_hook,
                                    register_optimizer_step_pre_hook)
 
 from ddp import is_wrapped
-from dropin.ranks import as_known, named_modules
+from dropin.ranks import as_known, named_modules, named_tensors
 
 
 class AlikeGuards:
     """With guards: what scripts do between two averaged backwards is the same on all ranks: shapes
     and dtypes of buffers, steps and their rates, loads, whether gradients are zeroed; and so are
-    values that ranks should have alike. If not, all ranks raise in the next averaged backward (on
-    an accelerator: after it)."""
+    values that ranks should have alike, which are compared now and then. If not, all ranks raise in
+    an averaged backward (on an accelerator: after it)."""
 
     _may_step = False  # in DDP no_sync(may_step=True) sets it
     _comm_hook = None  # of DDP
@@ -38,10 +39,10 @@ class AlikeGuards:
             self._guard_names.update(zip(holders, bucket.names))
         self._guard_filled = [p for p in self._holders.values() if p.nbytes > 0]
         self._guard_seen = weakref.WeakKeyDictionary()  # {optimizer that has stepped: its groups}
-        # [(kind of optimizer, a weak reference to a parameter of it that is in no wrapper, whether
-        # it has ours, too)]
+        self._guard_optimizers = set()  # those of ours, by name
+        # [(kind of optimizer, a weak reference to a parameter of it that is in no wrapper)]
         self._guard_beside = []
-        self._guard_reached = []  # [(a name for it, such a parameter)] of this backward
+        self._guard_reached = []  # [(a name for it, such a parameter)] of the last backward
         self._guard_has_same_values = self.shard_group is None and self._init_sync
         self._guard_versions = [p._version for p in self._names]  # of DDP
         self._guard_log = Log(named_modules(self.module))
@@ -53,6 +54,8 @@ class AlikeGuards:
         self._guard_log.stepping = None  # a step has raised, or this forward is its closure's
         if self.shard_group is None and self._guard_new_versions():
             self._guard_log.note("a change of parameters without an optimizer")
+        if self._guard_log.after_step and not self._guard_log.before_forward:
+            self._guard_log.before_forward = self._guard_checksums()
         super()._prepare_forward()
 
     def _guard_new_versions(self):
@@ -64,7 +67,7 @@ class AlikeGuards:
     def _begin_backward(self):
         self._guard_note_gradients()
         super()._begin_backward()
-        if self._averages and self._guard_log.is_due():
+        if self._averages and self._guard_beside:
             self._guard_find_reached()
 
     def _end_backward(self):
@@ -72,6 +75,7 @@ class AlikeGuards:
             super()._end_backward()
         finally:  # it may raise after it has given gradients
             self._guard_log.n_given = self._guard_n_gradients()
+            self._guard_log.version_given = self._guard_version_of_gradients()
 
     # ---- what is noted
 
@@ -104,6 +108,10 @@ class AlikeGuards:
             log.stepping = None
             if self.shard_group is None:
                 self._guard_new_versions()
+            if log.is_due(log.n_due):
+                log.after_step, log.before_forward = self._guard_checksums(), {}
+            if log.is_due(log.n_beside):
+                log.beside = self._guard_checksums_beside()
 
     def _guard_is_ours(self, optimizer):
         """Whether it has any of our parameters."""
@@ -119,27 +127,30 @@ class AlikeGuards:
         n_seen = self._guard_seen.get(optimizer, 0)
         self._guard_seen[optimizer] = len(optimizer.param_groups)
         kind = type(optimizer).__name__
-        own, beside = [], []
+        own, others = [], []
         for group in optimizer.param_groups[n_seen:]:
             for p in group["params"]:
-                if p in self._guard_names:
-                    own.append(p)
-                elif p.requires_grad and not is_of_a_wrapper(p):
-                    beside.append(p)
-        for p in beside:
-            self._guard_beside.append((kind, weakref.ref(p), self._guard_is_ours(optimizer)))
-            self._guard_log.n_due = 2
+                (own if p in self._guard_names else others).append(p)
+        beside = [p for p in others if not is_of_a_wrapper(p)]
+        if beside:
+            of_module = {p for _, p in named_tensors(self.module, "parameters")}  # ignored ones
+            alive = [entry for entry in self._guard_beside if entry[1]() is not None]
+            new = [(kind, weakref.ref(p)) for p in beside if p not in of_module]
+            self._guard_beside = alive + new
+            self._guard_log.n_beside = 2
         if own and n_seen == 0:
-            has_elements = any(p.nbytes > 0 for p in own)
-            self._guard_log.note_first_step(kind, len(optimizer.state) > 0, has_elements)
-            note = functools.partial(self._guard_log.note_load, f"a load of the state of {kind}")
+            self._guard_optimizers.add(kind)
+            # What has no gradient may never have state.
+            states = [p in optimizer.state for p in own if p.nbytes > 0 and p.grad is not None]
+            self._guard_log.note_first_step(kind, any(states) if states else None)
+            note = functools.partial(self._guard_log.note_load, kind)
             optimizer.register_load_state_dict_post_hook(lambda _: note())
 
     # ---- what is compared
 
     def _history(self):
         """What was done with backwards, buffers and steps, in three texts of lines; checksums of
-        what ranks should have alike, by name."""
+        what ranks should have alike, by name, if they were due."""
         log = self._guard_log
         history = super()._history()
         history["backwards"] += (f", {log.n_idle} steps without a gradient, "
@@ -147,12 +158,9 @@ class AlikeGuards:
         history["buffers"] = self._guard_text_of_buffers()
         if log.layout != log.agreed:
             log.new_memory = memory_of(self._named("buffers", log.modules))
-        history["beside"] = {}
-        for pair in self._guard_reached:  # on any device
-            history["beside"] |= checksums_of([pair])
         history["steps"] = log.text_of_steps(self._guard_names)
-        history["values"] = self._guard_checksums() if log.is_due() else {}
-        self._guard_reached = []
+        history["beside"] = log.beside
+        history["values"] = [log.after_step, log.before_forward]
         log.begin_anew()
         return history
 
@@ -170,48 +178,66 @@ class AlikeGuards:
             self._refuse(f"ranks have other buffers now: {differences['buffers']}. Nothing was "
                          f"written over them. Make them alike on all ranks, or pass "
                          f"broadcast_buffers=False")
-        if "beside" in differences:
-            name = first_in_dispute([history["beside"] for history in histories])
-            if name is not None:
-                self._refuse(f"ranks have other values of {name}, which is trained beside this "
-                             f"model: it is in no wrapper, so nobody averages its gradient. Wrap "
-                             f"one module that has both. Or average `.grad` by hand before each "
-                             f"step. If each rank is to have its own: p.is_local = True")
+        name = first_in_dispute([history["beside"] for history in histories])
+        if name is not None:
+            self._refuse(f"ranks have other values of {name}, trained beside this model: it is in "
+                         f"no wrapper, so nobody averages its gradient. Wrap one module that has "
+                         f"both. Or average `.grad` by hand before each step. If each rank is to "
+                         f"have its own: p.is_local = True")
         if "steps" in differences:
             self._guard_compare(f"ranks have gone different ways since the backward before: "
                                 f"{differences['steps']}. Decide on steps, rates and their number "
                                 f"by what all ranks know, such as a loss that was reduced over "
                                 f"them, and load on all")
-        elif "values" in differences:
-            self._guard_compare("something has changed parameters on one rank, or otherwise "
-                                "there, such as a load, or an optimizer that draws random numbers. "
-                                "Do it on all ranks alike")
+        if "values" in differences:
+            self._guard_compare_values([history["values"] for history in histories])
 
     # ---- values that ranks should have alike
 
     def _guard_checksums(self):
-        """DDP: {name: a checksum of the parameter}; {} where ranks may have other values: with
-        init_sync=False, after a step in no_sync(), and with a comm hook, which may average over
-        some of the ranks."""
+        """DDP: {name: a checksum of the parameter}, of trained ones; {} where ranks may have other
+        values: with init_sync=False, after a step in no_sync(), and with a comm hook, which may
+        average over some of the ranks."""
         if not self._guard_has_same_values or self._comm_hook is not None:
             return {}
-        return checksums_of(self._named("parameters"))
+        return checksums_of(list(self._holders.items()))
+
+    def _guard_compare_values(self, values):
+        """values: by rank, checksums after a step, and before the forward that came next. At one of
+        these times ranks may differ: where one updates what it then sends to others, or a forward
+        has noise."""
+        disputed = None
+        for at_a_time in zip(*values):
+            if {} in at_a_time:  # some ranks have not had reason to look
+                self._guard_compare(CHANGED_APART)
+                return
+            disputed = first_in_dispute(at_a_time)
+            if disputed is None:
+                return
+        self._refuse(f"ranks differ in {disputed}: {CHANGED_APART}")
 
     def _guard_find_reached(self):
-        """Parameters in no wrapper that an optimizer has beside ours, or that this backward
-        reaches, such as those of a loss: their `.grad` is this rank's own."""
-        n_alike = collections.Counter()
-        for kind, reference, is_beside_ours in self._guard_beside:
+        """Parameters in no wrapper that an optimizer has, and that this backward reaches, such as
+        those of a loss: their `.grad` is this rank's own."""
+        self._guard_reached = []
+        for kind, reference in self._guard_beside:
             p = reference()
-            if p is None or getattr(p, "is_local", False):
-                continue
-            name = f"a parameter of {kind} of shape {tuple(p.shape)}"
-            n_alike[name] += 1
-            if n_alike[name] > 1:
-                name += f", number {n_alike[name]}"
-            node = torch.autograd.graph.get_gradient_edge(p).node
-            if is_beside_ours or torch._C._will_engine_execute_node(node):
-                self._guard_reached.append((name, p))
+            if p is not None and p.requires_grad and not getattr(p, "is_local", False):
+                node = torch.autograd.graph.get_gradient_edge(p).node
+                if torch._C._will_engine_execute_node(node):
+                    self._guard_reached.append((kind, p))
+
+    def _guard_checksums_beside(self):
+        """{words: checksums} of these parameters. Ranks may have them in another order. Where they
+        have another number, as words have it, they have other ones."""
+        checksums = {}
+        for kind, p in self._guard_reached:
+            [checksum] = checksums_of([("", p)]).values()
+            checksums.setdefault((kind, tuple(p.shape)), []).append(checksum)
+        named = {}
+        for (kind, shape), those in checksums.items():
+            named[f"{len(those)} parameter(s) of {kind} of shape {shape}"] = sorted(those)
+        return named
 
     # ---- buffers that have changed since ranks compared them
     #
@@ -232,18 +258,30 @@ class AlikeGuards:
                 named.append(now[what] if what in now else (name, log.memory[name].clone()))
         log.memory = memory_of(named)
         before, log.versions = log.versions, {name: t._version for name, t in named}
-        if before != log.versions and self._guard_adds_up():
-            # In place of what own forwards have changed a copy is overwritten.
-            named = [(name, t if t._version == before.get(name) else t.clone())
+        # Modules of which own forwards have changed a buffer. (Some changes leave no trace.)
+        changed = {name.rpartition(".")[0] for name, version in log.versions.items()
+                   if version != before.get(name)}
+        if changed and self._guard_adds_up():
+            # In place of their buffers copies are overwritten.
+            named = [(name, t.clone() if name.rpartition(".")[0] in changed else t)
                      for name, t in named]
         return named
 
     def _guard_adds_up(self):
-        """Whether the next backward will add to means, as no step has come after them. Then this
-        rank keeps what its forwards add to buffers, such as counts; rank 0's come after the step.
-        """
-        has_stepped = any(groups for _, groups in self._guard_log.steps)
-        return self._guard_n_gradients() > 0 and not has_stepped
+        """Whether the next backward will add to means: no step has come after them, and they are as
+        they were. Then this rank keeps what its forwards add to buffers, such as counts; rank 0's
+        come after the step."""
+        log = self._guard_log
+        has_stepped = any(groups for _, groups in log.steps)
+        version = self._guard_version_of_gradients()
+        return version is not None and version == log.version_given and not has_stepped
+
+    def _guard_version_of_gradients(self):
+        """Of the first one; None if there is none."""
+        for p in self._guard_filled:
+            if p.grad is not None:
+                return id(p.grad), p.grad._version
+        return None
 
     def _guard_text_of_buffers(self):
         """A line for each of those that are sent, in this order. It is kept until they change."""
@@ -286,7 +324,7 @@ class AlikeGuards:
 
     def _guard_compare(self, why):
         """Raise if what the last count has compared differs in a way that matters. A collective."""
-        steps, gradients, begun = self._guard_log.counted
+        steps, gradients, begun, loads = self._guard_log.counted
         own = self._guard_record(steps)
         if gradients is not None:
             own["whether there are gradients"] = gradients
@@ -294,6 +332,8 @@ class AlikeGuards:
             for kind, has_state in begun:
                 if has_state is not None:
                     own[f"the state of {kind} before its first step"] = has_state
+            for kind in self._guard_optimizers:  # a rank may have no shard in one of that kind
+                own[f"loads of the state of {kind}"] = loads.get(kind, 0)
         records = [None] * self.group.size()
         with self._telling("wait", "compare", "steps"):
             dist.all_gather_object(records, own, group=self.group)
@@ -302,13 +342,22 @@ class AlikeGuards:
             self._refuse(f"ranks differ in {name}: {why}")
 
     def _guard_record(self, steps):
-        """DDP: checksums. One rank may update what it then sends to the others."""
+        """DDP: checksums, also of frozen parameters. One rank may update what it then sends to the
+        others."""
+        if not self._guard_has_same_values or self._comm_hook is not None:
+            return {}
         return checksums_of(self._named("parameters"))
 
 
+CHANGED_APART = ("something has changed it on one rank, or otherwise there, such as a load, or an "
+                 "optimizer that draws random numbers. Do it on all ranks alike")
+
+
 def is_of_a_wrapper(p):
-    """One of ours, or fully_shard. (torch's DDP leaves no mark, but values that are alike.)"""
-    return is_wrapped(p) or hasattr(p, "whole_shape") or hasattr(p, "to_local")
+    """One of ours, or torch's FSDP. (torch's DDP leaves no mark, but mostly values that are alike.)
+    """
+    is_fsdps = hasattr(p, "to_local") or type(p).__name__ == "FlatParameter"
+    return is_wrapped(p) or hasattr(p, "whole_shape") or is_fsdps
 
 
 def numbers_of(group, defaults):
@@ -330,14 +379,24 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def checksums_of(named):
-    """{name: a checksum} of [(name, tensor)]: the sum of their bits, seen as integers. An
-    accelerator is waited for once."""
-    sums = []
-    for _, t in named:
-        t = as_known(t.detach())
-        sums.append(t.view(INTEGERS[t.itemsize]).sum())
+    """{name: a checksum} of [(name, tensor)] on one device, which is waited for once."""
+    sums = [checksum(t) for _, t in named]
     values = torch.stack(sums).tolist() if sums else []
     return dict(zip([name for name, _ in named], values))
+
+
+def checksum(t):
+    """Of its bits, seen as integers, each in its place: as a square of which the sums of rows and
+    of columns are numbered, and a rest."""
+    t = as_known(t.detach())
+    integers = t.contiguous().view(INTEGERS[t.itemsize]).view(-1)
+    side = math.isqrt(len(integers))
+    square = integers[:side * side].view(side, side)
+    total = torch.zeros((), dtype=torch.int64, device=t.device)
+    for factor, sums in ((1, square.sum(0)), (3, square.sum(1)), (5, integers[side * side:])):
+        places = torch.arange(1, len(sums) + 1, device=t.device)
+        total += factor * (sums * places).sum()
+    return total
 
 
 def first_in_dispute(records):
@@ -379,8 +438,10 @@ class Log:
         n_idle    steps of DDP without any gradient
         stepping  a weak reference to the optimizer that steps, or None
         n_given   how many gradients the last backward has left, but for those of empty shards
+        version_given            and the version of the first one
         n_counts  how often ranks have compared all this
-        n_due     for how many counts to come values are compared
+        n_due     for how many counts to come values are compared out of turn
+        n_beside  as n_due, of parameters that are trained beside
 
     Since the last count, and of what that has compared:
 
@@ -388,8 +449,11 @@ class Log:
                   lines, its parameters); of what is no step, such as a load, that and no groups
         begun     [(kind, whether it had state then)] of optimizers that have stepped for the first
                   time; of one with empty shards alone nobody knows: None
+        loads     {kind of optimizer: how often it has loaded state}
         gradients whether those of before were zeroed, in words; or None, which is not compared
-        counted   (steps, gradients, begun) of the last count
+        after_step, before_forward, beside   checksums of DDP's parameters, if they were due: after
+                  a step, before the forward that came next; and of those beside
+        counted   (steps, gradients, begun, loads) of the last count
 
     Of buffers:
 
@@ -404,12 +468,18 @@ class Log:
     n_idle: int = 0
     stepping: weakref.ref | None = None
     n_given: int = 0
+    version_given: tuple | None = None
     n_counts: int = 0
     n_due: int = 0
+    n_beside: int = 0
     steps: collections.deque = dataclasses.field(default_factory=new_steps)
     begun: list = dataclasses.field(default_factory=list)
+    loads: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     gradients: str | None = None
-    counted: tuple = ((), None, ())
+    after_step: dict = dataclasses.field(default_factory=dict)
+    before_forward: dict = dataclasses.field(default_factory=dict)
+    beside: dict = dataclasses.field(default_factory=dict)
+    counted: tuple = ((), None, (), {})
     layout: list = dataclasses.field(default_factory=list)
     text_of_layout: str = ""
     counted_layout: list = dataclasses.field(default_factory=list)
@@ -423,20 +493,20 @@ class Log:
         if (what, []) not in self.steps:
             self.steps.append((what, []))
 
-    def note_load(self, what):
+    def note_load(self, kind):
         """What it leads to is there after the next step."""
-        self.note(what)
+        self.loads[kind] += 1
         self.n_due = 2
 
-    def note_first_step(self, kind, has_state, has_elements):
-        self.begun.append((kind, has_state if has_elements else None))
+    def note_first_step(self, kind, has_state):
+        self.begun.append((kind, has_state))
         if has_state:
             self.n_due = 2
 
-    def is_due(self):
+    def is_due(self, n_out_of_turn):
         """Whether the next count compares values: it takes as long as to read all parameters."""
         n = self.n_counts + 1
-        return self.n_due > 0 or n.bit_count() == 1 or n % 64 == 0  # 1, 2, 4, 8, ...
+        return n_out_of_turn > 0 or n.bit_count() == 1 or n % 64 == 0  # 1, 2, 4, 8, ...
 
     def note_step(self, optimizer):
         groups = []
@@ -446,7 +516,7 @@ class Log:
 
     def text_of_steps(self, names):
         """In lines. names: {parameter: its name}."""
-        lines = [str(self.gradients)]
+        lines = []
         for kind, groups in self.steps:
             lines.append(f"a step of {kind}" if groups else kind)
             for of_group, parameters in groups:
@@ -456,14 +526,21 @@ class Log:
                 lines += of_group
         for kind, had_state in self.begun:
             lines.append(f"a first step of {kind}, whose state was there before: {had_state}")
+        for kind, n in self.loads.items():
+            lines.append(f"{n} load(s) of the state of {kind}")
+        lines.append(str(self.gradients))  # the last one, as it may differ where that is right
         return "\n".join(lines)
 
     def begin_anew(self):
         """A count has begun, which compares all this."""
-        self.counted, self.counted_layout = (self.steps, self.gradients, self.begun), self.layout
+        self.counted = self.steps, self.gradients, self.begun, self.loads
+        self.counted_layout = self.layout
         self.steps, self.gradients, self.begun = new_steps(), None, []
+        self.loads = collections.Counter()
+        self.after_step, self.before_forward, self.beside = {}, {}, {}
         self.n_counts += 1
         self.n_due = max(0, self.n_due - 1)
+        self.n_beside = max(0, self.n_beside - 1)
 
 
 def memory_of(named):
