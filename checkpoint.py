@@ -20,8 +20,9 @@ So whatever wraps a module, at any world size, reads what any other one wrote; a
 more than it trains with.
 """
 
-import copy
+import ast
 import inspect
+import textwrap
 from collections.abc import Iterator
 
 import torch
@@ -35,7 +36,6 @@ from torch import nn
 
 class Slice(torch.Tensor):
     """The n elements [first, first + n) that this rank has of a flat tensor of `whole` elements.
-    is_saved: whether this rank has to write them; not what another one writes, too.
 
     torch.distributed.checkpoint asks a tensor that is divided among ranks by the methods with
     underscores, which are those of torch's DTensor: which elements are here, how to write them, and
@@ -53,13 +53,7 @@ class Slice(torch.Tensor):
 
     def __create_write_items__(self, key, _):
         """What dcp has to write of them."""
-        if not self.is_saved:
-            return []
-        properties = dcp.metadata.TensorProperties.create_from_tensor(self)
-        [chunk] = self.__create_chunk_list__()
-        index = dcp.metadata.MetadataIndex(key, chunk.offsets)
-        data = dcp.planner.TensorWriteData(chunk, properties, self.size())
-        return [dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD, tensor_data=data)]
+        return [write_item(self, key)]
 
     def __get_tensor_shard__(self, index):
         """The memory that dcp reads from, and writes to."""
@@ -75,6 +69,29 @@ class Slice(torch.Tensor):
         return super().set_(storage, offset, (self.n,), (1,))
 
 
+class Whole(torch.Tensor):
+    """A tensor that each rank has. is_saved: whether this rank has to write it."""
+
+    def __create_chunk_list__(self):
+        zeros = torch.Size([0] * self.dim())
+        return [dcp.metadata.ChunkStorageMetadata(zeros, self.size())]
+
+    def __create_write_items__(self, key, _):
+        return [write_item(self, key)] if self.is_saved else []
+
+    def __get_tensor_shard__(self, index):
+        return self.as_subclass(torch.Tensor)
+
+
+def write_item(t, key):
+    """For dcp: all of t that is here."""
+    properties = dcp.metadata.TensorProperties.create_from_tensor(t)
+    [chunk] = t.__create_chunk_list__()
+    index = dcp.metadata.MetadataIndex(key, chunk.offsets)
+    data = dcp.planner.TensorWriteData(chunk, properties, t.size())
+    return dcp.planner.WriteItem(index, dcp.planner.WriteItemType.SHARD, tensor_data=data)
+
+
 def sharded_state(model: nn.Module,
                   *optimizers: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """{key: what this rank has of it}, of a model's parameters, of their optimizers' state, and of
@@ -84,14 +101,15 @@ def sharded_state(model: nn.Module,
     model: one of our stages, a DDP, ours or torch's, what torch's fully_shard leaves, or a module
     without any wrapper. Keys are made of the names that parameters have in the bare module, such as
     `model.blocks.0.weight` and `exp_avg.blocks.0.weight`; of buffers `buffer.norm.running_mean`,
-    which are saved as rank 0 has them. State that an optimizer has not made yet is made first, as
-    it would begin. Learning rates and a loss scale are not in it. Of two models give dcp a
-    dictionary of both, {"one": sharded_state(one), ...}: they have the same keys. Names and numbers
-    of elements are all that loading compares: if shapes may differ, compare them.
+    which are saved as the first rank has them. State that an optimizer has not made yet is made
+    first, as it would begin. Learning rates and a loss scale are not in it. Of two models give dcp
+    a dictionary of both, {"one": sharded_state(one), ...}: they have the same keys. Names and
+    numbers of elements are all that loading compares: if shapes may differ, compare them.
 
     Raises ValueError where an optimizer has parameters that are none of the model's, where state
     cannot be divided as its parameter is, where it cannot be made before the first step, as that of
-    SGD with dampening, and where an optimizer counts in its groups, which would be lost.
+    SGD with dampening, where an optimizer counts in its groups, which would be lost, and of buffers
+    that are sparse or expanded.
     """
     own_parts = [*parts(model)]
     state_of = states(optimizers, {p for _, p, _, _ in own_parts})
@@ -122,18 +140,32 @@ def sharded_state(model: nn.Module,
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """{key: all of a buffer, to be saved by the first of the ranks that train}."""
-    module, group = bare_module(model), getattr(model, "group", None)
-    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
     tensors = {}
-    for prefix, m in module.named_modules():
+    for prefix, m in bare_module(model).named_modules():
         for name, t in m._buffers.items():
-            if t is not None and name not in m._non_persistent_buffers_set:
-                name = f"{prefix}.{name}" if prefix else name
-                name = name.replace("_orig_mod.", "")
-                flat = flattened(t, t.stride(), f"the buffer {name}")
-                flat.first, flat.whole, flat.is_saved = 0, t.numel(), is_first
-                tensors[f"buffer.{name}"] = flat
+            if t is None or name in m._non_persistent_buffers_set:
+                continue
+            name = f"{prefix}.{name}" if prefix else name
+            if t.layout != torch.strided:
+                raise ValueError(f"the buffer {name} is sparse: a checkpoint takes dense tensors")
+            if torch._debug_has_internal_overlap(t) == 1:
+                raise ValueError(f"the buffer {name} has several elements in one place, as of "
+                                 f"expand(): make it a tensor of its own, or persistent=False")
+            whole = t.detach().as_subclass(Whole)
+            whole.is_saved = is_first(model)
+            tensors["buffer." + name.replace("_orig_mod.", "")] = whole
     return tensors
+
+
+def is_first(model):
+    """Whether this is the first of the ranks that train a model."""
+    group = getattr(model, "group", None) or getattr(model, "process_group", None)
+    if model is not bare_module(model) and group is not None:
+        return dist.get_rank(group) == 0
+    for p in model.parameters():
+        if isinstance(p, dist.tensor.DTensor):
+            return not any(p.device_mesh.get_coordinate())
+    return True  # each rank has a model of its own, and may save alone
 
 
 def bare_module(model: nn.Module) -> nn.Module:
@@ -194,7 +226,7 @@ def flattened(t, strides, name):
     except RuntimeError as error:
         raise ValueError(f"{name} has gaps in its memory, or another order there than its "
                          f"parameter: strides {t.stride()} of shape {[*t.shape]}") from error
-    flat.n, flat.is_saved = t.numel(), True
+    flat.n = t.numel()
     return flat
 
 
@@ -225,32 +257,32 @@ def states(optimizers, of_model):
 
 
 def refuse_counts(optimizer):
-    """Raise ValueError if a step changes numbers in the optimizer's groups, which are not saved.
-    Tried on a parameter of one element."""
+    """Raise ValueError if an optimizer keeps numbers in its groups that its code sets, as by
+    group["k"] += 1: these are no tensors, and are not saved. (Rates are set from outside.)"""
     kind = type(optimizer)
-    group = optimizer.param_groups[0]
+    keys = set().union(*map(keys_set_by, kind.__mro__))
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key in keys and key != "lr" and isinstance(value, int | float):
+                raise ValueError(f"{kind.__name__} counts {key} in its groups, which a checkpoint "
+                                 f"of tensors would lose: save optimizer.state_dict(), or "
+                                 f"full_optimizer_state_dict() of dropin's wrappers")
+
+
+def keys_set_by(kind):
+    """The keys in assignments to anything["key"] in a class that is not torch's own."""
+    if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+        return set()
     try:
-        _, twin = optimizer_of_one(kind, group, torch.zeros((1,) * group["params"][0].dim()))
-        before = numbers_of(twin)
-        twin.step()
-    except Exception:  # it is made, or steps, in a way of its own: nobody knows
-        return
-    for name, value in numbers_of(twin).items():
-        if before.get(name) != value:
-            raise ValueError(f"{kind.__name__} counts {name} in its groups, which a checkpoint of "
-                             f"tensors would lose: save optimizer.state_dict(), or "
-                             f"full_optimizer_state_dict() of dropin's wrappers")
-
-
-def numbers_of(optimizer):
-    """{name: value} of what is a number in the first group."""
-    numbers = {}
-    for name, value in optimizer.param_groups[0].items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, int | float):
-            numbers[name] = value
-    return numbers
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):  # typed in, or compiled
+        return set()
+    keys = set()
+    for node in ast.walk(tree):
+        is_key = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant)
+        if is_key and isinstance(node.ctx, ast.Store):
+            keys.add(node.slice.value)
+    return keys
 
 
 def first_state(kind, group, p):
@@ -274,8 +306,7 @@ def optimizer_of_one(kind, group, values):
     """-> a parameter with these values and a gradient of zeros, and an optimizer of it alone."""
     p = nn.Parameter(values)
     p.grad = torch.zeros_like(values)
-    settings = {name: value for name, value in group.items() if name != "params"}
-    return p, kind([dict(copy.deepcopy(settings), params=[p])], lr=group["lr"])
+    return p, kind([dict(group, params=[p])], lr=group["lr"])
 
 
 def make_zeros(optimizer, p):

@@ -86,7 +86,10 @@ class OptimizerStates:
         of_groups = []
         for group in optimizer.param_groups:
             of_groups.append([self._known(p, known) for p in group["params"]])
-        given = self._given_groups(of_groups, optimizer, state_dict["param_groups"])
+        lacking = {name for p, (name, _) in known.items() if p.nbytes == 0}
+        for of_group in of_groups:
+            lacking -= {name for name, _ in of_group}
+        given = self._given_groups(of_groups, optimizer, state_dict["param_groups"], lacking)
         state = {}  # by number, as optimizers save it
         groups = []
         n = 0
@@ -120,11 +123,12 @@ class OptimizerStates:
                          "model.parameters(), after the model was wrapped")
         return known[p]
 
-    def _given_groups(self, of_groups, optimizer, given_groups):
-        """For each group of the optimizer, [(name, place)], the given one of the same names; one
-        without any stays as it is. Raise where an optimizer and a whole state have other groups."""
+    def _given_groups(self, of_groups, optimizer, given_groups, lacking):
+        """For each group of the optimizer, [(name, place)], the given one of the same names, but
+        for those that it lacks, as they are empty here; one without any stays as it is. Raise where
+        an optimizer and a whole state have other groups."""
         ours = [frozenset(name for name, _ in of_group) for of_group in of_groups]
-        given = {frozenset(group["params"]): group for group in given_groups}
+        given = {frozenset(group["params"]) - lacking: group for group in given_groups}
         if {names for names in ours if names} != {names for names in given if names}:
             others = set().union(*ours) ^ set().union(*given)
             self._refuse(f"nothing was loaded: the optimizer has {len(ours)} groups of parameters, "

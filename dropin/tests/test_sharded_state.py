@@ -338,12 +338,76 @@ def test_order_of_an_optimizer(kind, lacks_empty):
         same_bits(expected["state"][name], state, name)
     rates = {tuple(group["params"]): group["lr"] for group in actual["param_groups"]}
     assert rates == {("0.bias", "1.bias"): 0.1, ("0.weight", "1.weight"): 0.2}
-    groups = [{"params": [p for p in parameters if p.dim() == d]} for d in (2, 1)]
+    groups = [{"params": [p for p in given if p.dim() == d]} for d in (2, 1)]
     again = torch.optim.AdamW(groups, fused=False)
     model.load_full_optimizer_state_dict(again, actual)
-    assert [group["lr"] for group in again.param_groups] == [0.2, 0.1]
+    for group, rate in zip(again.param_groups, [0.2, 0.1]):
+        assert group["lr"] == rate or not group["params"]
     for name, state in model.full_optimizer_state_dict(again)["state"].items():
         same_bits(expected["state"][name], state, name)
+
+
+class Odd(nn.Module):
+    """Its buffers have gaps, lie in another order, have no dimension, no element. group: a name
+    that a wrapper has, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.group = 4
+        self.register_buffer("gaps", torch.rand(4, 6)[:, :3])
+        self.register_buffer("turned", torch.rand(2, 3).T)
+        self.register_buffer("empty", torch.ones(0))
+        self.register_buffer("number", torch.rand(()))
+        self.register_buffer("none", None)
+        self.register_buffer("flags", torch.rand(3) > 0.5)
+        self.layer = nn.Linear(2, 2)
+        self.again = self.layer
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "book_zero1", "torch_ddp", "fsdp2"])
+def test_odd_buffers_are_saved(wrapper, tmp_path):
+    wrap = {**BUFFERS, "book_zero1": zero.Zero1}[wrapper]
+    folder = gather(str(tmp_path))[0]
+    torch.manual_seed(dist.get_rank())
+    model = wrap(Odd())
+    dcp.save(sharded_state(model), checkpoint_id=folder)
+    module = getattr(model, "module", model)
+    expected = gather({name: t.clone() for name, t in module.named_buffers()})[0]
+    for t in module.buffers():
+        t.zero_()
+    dcp.load(sharded_state(model), checkpoint_id=folder)
+    if wrapper != "plain":  # whose ranks are no group
+        same_bits(expected, dict(module.named_buffers()))
+    for t, fault in ((torch.rand(3).expand(2, 3), "has several elements in one place"),
+                     (torch.eye(3).to_sparse(), "is sparse")):
+        module = nn.Linear(2, 2)
+        module.register_buffer("t", t)
+        raises(ValueError, f"the buffer t {fault}", sharded_state, module)
+
+
+def saves_buffers_of_a_group(folder):
+    """torch's DDP over ranks 1 and 2; and rank 1 alone."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    torch.manual_seed(dist.get_rank())
+    model = DistributedDataParallel(WithBuffers(), process_group=group)
+    before = model.module.mean.clone()
+    dcp.save(sharded_state(model), checkpoint_id=folder, process_group=group)
+    model.module.mean.zero_()
+    dcp.load(sharded_state(model), checkpoint_id=folder, process_group=group)
+    assert torch.equal(model.module.mean, before)
+    if dist.get_rank() == 1:
+        dcp.save(sharded_state(model.module), checkpoint_id=folder + "/alone", no_dist=True)
+        model.module.mean.zero_()
+        dcp.load(sharded_state(model.module), checkpoint_id=folder + "/alone", no_dist=True)
+        assert torch.equal(model.module.mean, before)
+
+
+@on_ranks(3)
+def test_buffers_of_a_group_are_saved(tmp_path):
+    saves_buffers_of_a_group(gather(str(tmp_path))[0])
 
 
 class WithBuffers(nn.Module):
@@ -365,7 +429,7 @@ BUFFERS = {"plain": lambda module: module, "ddp": DDP, "zero3": Zero3, "book_ddp
 
 def has_buffers(folder, first, second):
     """Of a model that has been trained, another one gets rank 0's, and the weights of all."""
-    torch.manual_seed(dist.get_rank())
+    torch.manual_seed(0 if first == "plain" else dist.get_rank())  # whose ranks are no group
     model, other = (BUFFERS[wrapper](WithBuffers()) for wrapper in (first, second))
     x = torch.randn(6, 4)
     for _ in range(2):
@@ -651,8 +715,10 @@ def test_what_cannot_be_saved_is_refused():
     model = Zero3(module)
     raises(ValueError, "a parameter of shape .* that is none of the model's", sharded_state, model,
            early)
-    raises(ValueError, "CountsInGroups counts k in its groups", sharded_state, model,
-           CountsInGroups(model.parameters(), lr=0.1))
+    optimizer = CountsInGroups(model.parameters(), lr=0.1)
+    sharded_state(model, optimizer)
+    optimizer.step()
+    raises(ValueError, "CountsInGroups counts k in its groups", sharded_state, model, optimizer)
     optimizer = Counting(model.parameters(), lr=0.1)
     raises(ValueError, "n_steps of .* is 1: a checkpoint takes tensors", sharded_state, model,
            optimizer)
