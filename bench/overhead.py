@@ -205,7 +205,9 @@ class Training:
 # -------------------------------------------------------------------------------------------------
 # counting
 
-WARM_UP = 4  # steps: buckets are filled anew, orders are learned, Adam's averages are made
+# Steps: orders are learned, Adam's averages are made. In those after it, which are counted, dropin's
+# DDP compares no weights: it does so before and after, and in every 64th.
+WARM_UP = 8
 
 
 @dataclasses.dataclass

@@ -268,13 +268,12 @@ class AlikeGuards:
         return named
 
     def _guard_adds_up(self):
-        """Whether the next backward will add to means: no step has come after them, and they are as
-        they were. Then this rank keeps what its forwards add to buffers, such as counts; rank 0's
-        come after the step."""
+        """Whether the next backward will add to means: nothing that is noted has come after them,
+        such as a step, and they are as they were. Then this rank keeps what its forwards add to
+        buffers, such as counts; rank 0's come after the step."""
         log = self._guard_log
-        has_stepped = any(groups for _, groups in log.steps)
         version = self._guard_version_of_gradients()
-        return version is not None and version == log.version_given and not has_stepped
+        return version is not None and version == log.version_given and not log.steps
 
     def _guard_version_of_gradients(self):
         """Of the first one; None if there is none."""
@@ -506,7 +505,7 @@ class Log:
     def is_due(self, n_out_of_turn):
         """Whether the next count compares values: it takes as long as to read all parameters."""
         n = self.n_counts + 1
-        return n_out_of_turn > 0 or n.bit_count() == 1 or n % 64 == 0  # 1, 2, 4, 8, ...
+        return n_out_of_turn > 0 or n in (2, 3, 8, 16, 32) or n % 64 == 0
 
     def note_step(self, optimizer):
         groups = []
