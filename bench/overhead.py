@@ -205,7 +205,7 @@ class Training:
 # -------------------------------------------------------------------------------------------------
 # counting
 
-# Steps: orders are learned, Adam's averages are made. In those after it, which are counted, dropin's
+# Steps: orders are learned, Adam's averages are made. In the next ones, which are counted, dropin's
 # DDP compares no weights: it does so before and after, and in every 64th.
 WARM_UP = 8
 
