@@ -42,7 +42,7 @@ class AlikeGuards:
         self._guard_optimizers = set()  # those of ours, by name
         # [(kind of optimizer, a weak reference to a parameter of it that is in no wrapper)]
         self._guard_beside = []
-        self._guard_reached = []  # [(a name for it, such a parameter)] of the last backward
+        self._guard_reached = []  # [(the kind, such a parameter)] of the last backward
         self._guard_has_same_values = self.shard_group is None and self._init_sync
         self._guard_versions = [p._version for p in self._names]  # of DDP
         self._guard_log = Log(named_modules(self.module))
