@@ -142,7 +142,7 @@ class AlikeGuards:
             self._guard_optimizers.add(kind)
             # What has no gradient may never have state.
             states = [p in optimizer.state for p in own if p.nbytes > 0 and p.grad is not None]
-            self._guard_log.note_first_step(kind, any(states) if states else None)
+            self._guard_log.begun.append((kind, any(states) if states else None))
             note = functools.partial(self._guard_log.note_load, kind)
             optimizer.register_load_state_dict_post_hook(lambda _: note())
 
@@ -496,11 +496,6 @@ class Log:
         """What it leads to is there after the next step."""
         self.loads[kind] += 1
         self.n_due = 2
-
-    def note_first_step(self, kind, has_state):
-        self.begun.append((kind, has_state))
-        if has_state:
-            self.n_due = 2
 
     def is_due(self, n_out_of_turn):
         """Whether the next count compares values: it takes as long as to read all parameters."""
