@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from dropin import DDP
 from dropin.alike import checksum
 from dropin.tests.measure import every_collective
 from dropin.tests.scripts import ALL, Net, of_each, Script
@@ -769,6 +770,33 @@ def test_a_checksum_knows_places():
     assert checksum(torch.empty(0)) == 0 and checksum(torch.ones(())) != 0
 
 
+class UsesOne(nn.Module):
+    """Of three parameters, which are uncut, so some ranks own only what gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ParameterList([torch.ones(n, 4) for n in (6, 6, 3)])
+
+    def forward(self, x):
+        return x @ self.rows[0].T
+
+
+@on_ranks(2, 3)
+@of_each(*STAGES)
+def test_a_rank_may_have_no_state_to_resume_with(wrapper):
+    for is_resumed in (False, True):
+        net = UsesOne()
+        model = WRAPPERS[wrapper](net, uncut=list(net.rows))
+        optimizer = adamw(model.parameters())
+        if is_resumed:
+            optimizer.load_state_dict(state)
+        for _ in range(3):
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = optimizer.state_dict()
+
+
 class Centres(nn.Module):
     """A loss that has parameters."""
 
@@ -810,6 +838,42 @@ def test_what_is_trained_beside_is_named(wrapper):
         steps_beside(wrapper, dist.all_reduce, in_one=in_one)
         steps_beside(wrapper, is_local=True, in_one=in_one)
     raises(RuntimeError, text, steps_beside, wrapper, late=True)
+
+
+@on_ranks(2)
+@of_each(*ALL)
+def test_a_rank_may_train_models_of_its_own(wrapper):
+    """Beside, by optimizers that are made in each step. What the model's loss has is named, yet."""
+    s, loss = Script(wrapper), Centres()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def step():
+        own = nn.Parameter(torch.rand(2, generator=generator))
+        optimizer = torch.optim.SGD([own], lr=0.1)
+        own.square().sum().backward()
+        optimizer.step()
+        s.step()
+
+    for _ in range(9):
+        step()
+    s.optimizer.add_param_group({"params": list(loss.parameters())})
+    s.loss = lambda: loss(s.model(s.x))
+    raises(RuntimeError, "trained beside this model", lambda: [step() for _ in range(4)])
+
+
+@on_ranks(2)
+def test_a_rank_may_train_what_ddp_leaves_alone():
+    net = Net()
+    net.own = nn.Parameter(torch.ones(2))
+    net.calls = lambda net, x: net.plain(x) * net.own
+    DDP._set_params_and_buffers_to_ignore_for_model(net, ["own"])
+    model = DDP(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(9):
+        (model(torch.ones(2, 4)).square().mean() * (1 + dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(set(gather(str(net.own.tolist())))) == 2
 
 
 class Counting(Net):
