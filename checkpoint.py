@@ -111,6 +111,7 @@ def sharded_state(model: nn.Module,
     SGD with dampening, where an optimizer counts in its groups, which would be lost, and of buffers
     that are sparse or expanded.
     """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     own_parts = [*parts(model)]
     state_of = states(optimizers, {p for _, p, _, _ in own_parts})
     tensors = {}
@@ -141,6 +142,7 @@ def sharded_state(model: nn.Module,
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """{key: all of a buffer, to be saved by the first of the ranks that train}."""
     tensors = {}
+    is_saved = is_first(model)
     for prefix, m in bare_module(model).named_modules():
         for name, t in m._buffers.items():
             if t is None or name in m._non_persistent_buffers_set:
@@ -152,16 +154,16 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
                 raise ValueError(f"the buffer {name} has several elements in one place, as of "
                                  f"expand(): make it a tensor of its own, or persistent=False")
             whole = t.detach().as_subclass(Whole)
-            whole.is_saved = is_first(model)
+            whole.is_saved = is_saved
             tensors["buffer." + name.replace("_orig_mod.", "")] = whole
     return tensors
 
 
 def is_first(model):
     """Whether this is the first of the ranks that train a model."""
-    group = getattr(model, "group", None) or getattr(model, "process_group", None)
-    if model is not bare_module(model) and group is not None:
-        return dist.get_rank(group) == 0
+    if model is not bare_module(model):
+        is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
+        return dist.get_rank(model.process_group if is_torchs else model.group) == 0
     for p in model.parameters():
         if isinstance(p, dist.tensor.DTensor):
             return not any(p.device_mesh.get_coordinate())
@@ -170,7 +172,6 @@ def is_first(model):
 
 def bare_module(model: nn.Module) -> nn.Module:
     """A model without its wrapper."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile has wrapped
     is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
     is_wrapper = is_torchs or hasattr(model, "full_parameters")
     return model.module if is_wrapper else model
@@ -180,7 +181,6 @@ def parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, int, int]]:
     """Yield (name, what this rank has of the parameter, the first element of it, how many elements
     the whole has), of all parameters of a model."""
     bare = dict(bare_module(model).named_parameters())
-    model = getattr(model, "_orig_mod", model)
     own = dict(model.named_parameters())
     prefix = "" if own.keys() == bare.keys() else "module."  # of DDP, torch's and ours
     for bare_name in bare:

@@ -281,7 +281,7 @@ def prepare(given, progress):
         config.micro_batch_size = auto.largest_micro_batch(config, device, trial_run, train_step)
     run = assemble(gpt, config, device)
     run.val_tokens, run.tokenizer, run.facts = val_tokens, tokenizer, facts
-    run.validation = f"{config.eval_steps} steps of {shared['validation']}"
+    run.validation = f"{config.eval_steps} sequences of {shared['validation']}"
     run.progress, run.folder, run.recent = progress, folder, collections.deque(maxlen=100)
     introduce(run, len(tokens))
 

@@ -706,7 +706,7 @@ class Zero3(Zero2):
 
     def _fill_units(self, cap_bytes, param_dtype):
         super()._fill_units(cap_bytes, param_dtype)
-        if not self.units[1:]:
+        if not self.units[1:]:  # those without parameters of their own are gone by now
             self._refuse("a module is gathered unit by unit, and this has no units with parameters "
                          "of their own, as in a ModuleList: pass units=, such as "
                          "module.children()")

@@ -39,7 +39,7 @@ class AlikeGuards:
             self._guard_names.update(zip(holders, bucket.names))
         self._guard_filled = [p for p in self._holders.values() if p.nbytes > 0]
         self._guard_seen = weakref.WeakKeyDictionary()  # {optimizer that has stepped: its groups}
-        self._guard_optimizers = set()  # those of ours, by name
+        self._guard_own_kinds = set()  # names of those that have our parameters
         # [(kind of optimizer, a weak reference to a parameter of it that is in no wrapper)]
         self._guard_beside = []
         self._guard_reached = []  # [(the kind, such a parameter)] of the last backward
@@ -89,7 +89,7 @@ class AlikeGuards:
         if self._guard_seen.get(optimizer) != len(optimizer.param_groups):
             self._guard_see(optimizer)
         log = self._guard_log
-        # Else it is one that an optimizer around has made.
+        # Of an optimizer in another one, as in Lookahead, the outer step is noted.
         if log.stepping is None and self._guard_is_ours(optimizer):
             log.stepping = weakref.ref(optimizer)
             if not self._may_step:
@@ -130,7 +130,10 @@ class AlikeGuards:
         own, others = [], []
         for group in optimizer.param_groups[n_seen:]:
             for p in group["params"]:
-                (own if p in self._guard_names else others).append(p)
+                if p in self._guard_names:
+                    own.append(p)
+                else:
+                    others.append(p)
         beside = [p for p in others if not is_of_a_wrapper(p)]
         if beside:
             of_module = {p for _, p in named_tensors(self.module, "parameters")}  # ignored ones
@@ -139,7 +142,7 @@ class AlikeGuards:
             self._guard_beside = alive + new
             self._guard_log.n_beside = 2
         if own and n_seen == 0:
-            self._guard_optimizers.add(kind)
+            self._guard_own_kinds.add(kind)
             # What has no gradient may never have state.
             states = [p in optimizer.state for p in own if p.nbytes > 0 and p.grad is not None]
             self._guard_log.begun.append((kind, any(states) if states else None))
@@ -228,12 +231,11 @@ class AlikeGuards:
                     self._guard_reached.append((kind, p))
 
     def _guard_checksums_beside(self):
-        """{words: checksums} of these parameters. Ranks may have them in another order. Where they
-        have another number, as words have it, they have other ones."""
+        """{words: sorted checksums} of them, since ranks may have them in another order. Words say
+        how many: ranks that have another number are not compared."""
         checksums = {}
         for kind, p in self._guard_reached:
-            [checksum] = checksums_of([("", p)]).values()
-            checksums.setdefault((kind, tuple(p.shape)), []).append(checksum)
+            checksums.setdefault((kind, tuple(p.shape)), []).append(checksum(p).item())
         named = {}
         for (kind, shape), those in checksums.items():
             named[f"{len(those)} parameter(s) of {kind} of shape {shape}"] = sorted(those)
@@ -331,7 +333,7 @@ class AlikeGuards:
             for kind, has_state in begun:
                 if has_state is not None:
                     own[f"the state of {kind} before its first step"] = has_state
-            for kind in self._guard_optimizers:  # a rank may have no shard in one of that kind
+            for kind in self._guard_own_kinds:  # a rank may have no shard in one of that kind
                 own[f"loads of the state of {kind}"] = loads.get(kind, 0)
         records = [None] * self.group.size()
         with self._telling("wait", "compare", "steps"):
@@ -405,6 +407,7 @@ def first_in_dispute(records):
         for name, value in record.items():
             if first.setdefault(name, value) != value:
                 return name
+    return None
 
 
 def first_that_differs(facts):
@@ -498,7 +501,8 @@ class Log:
         self.n_due = 2
 
     def is_due(self, n_out_of_turn):
-        """Whether the next count compares values: it takes as long as to read all parameters."""
+        """Whether the next count compares values. Often at first, where mistakes show, and rarely
+        later, as all parameters are read for it."""
         n = self.n_counts + 1
         return n_out_of_turn > 0 or n in (2, 3, 8, 16, 32) or n % 64 == 0
 

@@ -49,6 +49,7 @@ class Guards:
             if is_lookup and m.max_norm is not None and self.group.size() > 1:
                 self._refuse(f"{name}: max_norm={m.max_norm} changes the weights of each rank by "
                              f"its own batch, in the forward: pass max_norm=None")
+        # {parameter that a script has hooked already: how many hooks it has with ours}
         self._guard_more_hooks = {}
         for name, p in self._named("parameters"):
             if is_wrapped(p) or hasattr(p, "_guarded"):
@@ -101,8 +102,8 @@ class Guards:
         super()._prepare_forward()
 
     def _guard_parameters(self):
-        """The module has the parameters with which it was wrapped, and each trained one has one
-        hook, which is ours. Takes 1 us per parameter."""
+        """The module has the parameters with which it was wrapped, and each trained one has no more
+        hooks than it had then. Takes 1 us per parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # else an Absent answers by Python
             self._guard_each_parameter(self._guard_structure(in_forward=True))
 
@@ -258,6 +259,7 @@ class Guards:
                 gradient = self._holders[name].grad
                 if gradient is not None:  # autograd may have left it undefined
                     self._guard_local[name] = weakref.ref(gradient)
+
 
 def ids_of(named):
     """Of the parameters of [(name, parameter)]."""

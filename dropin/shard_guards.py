@@ -506,7 +506,9 @@ class ShardGuards:
             if shard.shape != p.shape:
                 _, strides, _ = bucket.layouts[i]
                 shard._guard_cut = tuple(p.shape), tuple(strides), cuts[-1]
-                shard.__class__ = classes.setdefault(type(p), shard_class(type(p)))
+                if type(p) not in classes:
+                    classes[type(p)] = shard_class(type(p))
+                shard.__class__ = classes[type(p)]
                 self._guard_unasked[shard] = type(p)
             elif type(p) is not nn.Parameter:
                 shard.__class__ = type(p)
@@ -844,15 +846,15 @@ class ShardGuards:
         self._guard_structure()
         return super()._module_state()
 
-    def load_state_dict(self, state_dict, *options, **named_options):
+    def load_state_dict(self, state_dict, strict=True, assign=False):
         self._hide_all()
         self._guard_log.note("load_state_dict()")
-        return super().load_state_dict(state_dict, *options, **named_options)
+        return super().load_state_dict(state_dict, strict, assign)
 
-    def load_full_state_dict(self, state_dict, *options, **named_options):
+    def load_full_state_dict(self, state_dict, strict=True):
         self._hide_all()
         self._guard_log.note("load_full_state_dict()")
-        return super().load_full_state_dict(state_dict, *options, **named_options)
+        return super().load_full_state_dict(state_dict, strict)
 
     def _invalidate_all(self):
         with as_tensors():

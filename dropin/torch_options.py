@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from ddp import bucket_bytes
@@ -163,9 +162,7 @@ class TorchOptions:
             bucket.reduction = None
         super()._add(bucket)
 
-    # ---- what Lightning and Accelerate touch of torch's DDP
-    #
-    # They enter torch's Join also where all ranks have as many batches, and then switch it off.
+    # ---- torch's Join, which Accelerate enters also where ranks have as many batches, switched off
 
     def join(self, divide_by_initial_world_size: bool = True, enable: bool = True,
              throw_on_early_termination: bool = False) -> Join:
@@ -192,6 +189,8 @@ class TorchOptions:
         if config.enable:
             self._refuse("all ranks make the same number of steps, so there is no join(): deal the "
                          "same number of batches to all, as by drop_last=True")
+
+    # ---- what Lightning and Accelerate touch of torch's DDP
 
     static_graph = False
     require_forward_param_sync = True

@@ -229,7 +229,7 @@ def test_best_is_of_losses_that_compare(before, after, tmp_path):
     finish(None, argv=[*flags(**options, max_steps=2, eval_steps=before), *frozen])
     actual = finish(None, argv=["--resume=auto", f"--out_dir={tmp_path}/out", "--max_steps=3",
                                 f"--eval_steps={after}"])
-    assert f"val_loss is now of {after} steps" in actual["stdout"], actual
+    assert f"val_loss is now of {after} sequences" in actual["stdout"], actual
     assert (tmp_path / "out/best").readlink().name == "step_00000003"
     actual = finish(None, argv=["--resume=auto", f"--out_dir={tmp_path}/out", "--max_steps=4"])
     assert "val_loss is now" not in actual["stdout"], actual
