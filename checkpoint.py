@@ -162,8 +162,9 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def is_first(model):
     """Whether this is the first of the ranks that train a model."""
     if model is not bare_module(model):
-        is_torchs = isinstance(model, nn.parallel.DistributedDataParallel)
-        return dist.get_rank(model.process_group if is_torchs else model.group) == 0
+        group = getattr(model, "group", getattr(model, "process_group", None))  # ours, torch's DDP's
+        if group is not None:
+            return dist.get_rank(group) == 0
     for p in model.parameters():
         if isinstance(p, dist.tensor.DTensor):
             return not any(p.device_mesh.get_coordinate())
