@@ -162,7 +162,7 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 def is_first(model):
     """Whether this is the first of the ranks that train a model."""
     if model is not bare_module(model):
-        group = getattr(model, "group", getattr(model, "process_group", None))  # ours, torch's DDP's
+        group = getattr(model, "group", getattr(model, "process_group", None))  # torch's
         if group is not None:
             return dist.get_rank(group) == 0
     for p in model.parameters():
