@@ -1,63 +1,13 @@
-"""What a wrong tensor looks like, and the mistake that looks like it.
+"""What a wrong step looks like, and the mistake that looks like it.
 
-`difference` is of a tensor beside the one that is expected: for tests of dropin/. `Wrong` is for
-the judge: a step after which some parameters are wrong. It asks by how much each micro batch's
+`Wrong` is a step after which some parameters are wrong. It asks by how much each micro batch's
 gradient would have to be multiplied, so that their sum is what was found. These numbers tell most
 mistakes.
 """
 
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
-
-
-# -------------------------------------------------------------------------------------------------
-# a tensor
-
-
-def difference(what, expected, actual, contributions=()):
-    """How a tensor differs from the one that is expected, and the mistake that looks like it."""
-    right = expected[what]
-    if actual.shape != right.shape or actual.dtype != right.dtype:
-        return (f"is {tuple(actual.shape)} {actual.dtype}, expected is {tuple(right.shape)} "
-                f"{right.dtype}")
-    is_alike = partial(torch.allclose, rtol=0.02 if right.dtype.itemsize == 2 else 1e-4, atol=1e-9)
-    actual = actual.double()
-    right = right.double()
-    if actual.isnan().any():
-        return "has nan: it was read before it was there, or never written?"
-    ratio = (actual.norm() / right.norm()).item()
-    fact = f"has norm {ratio:.4f} x expected, largest difference {(actual - right).abs().max():.2g}"
-    for text, suspect in suspects(what, expected, actual, ratio, contributions):
-        if is_alike(actual, suspect.double()):
-            return f"{fact}: {text}"
-    if is_alike(actual.flatten().sort().values, right.flatten().sort().values):
-        return f"{fact}: the right values are in wrong places"
-    return fact
-
-
-def suspects(what, expected, actual, ratio, contributions):
-    """Pairs: what a mistake looks like, and the tensor that it makes."""
-    right = expected[what].double()
-    zero = torch.zeros_like(right)
-    yield "rounded in another way: added in another order, or multiplied once more?", right
-    yield "zero where it should not be", zero
-    if right.numel() < 4:
-        return  # too few to tell
-    mistake = "added twice, or not divided?" if ratio > 1 else "divided twice?"
-    yield f"all elements alike: {mistake}", ratio * right
-    parts = contributions[what] if what in contributions else {}
-    for who in parts:
-        others = [part for other, part in parts.items() if other != who]
-        yield f"as if {who} had not sent", sum(others, zero)
-    for who, part in parts.items():
-        yield f"as if only {who} had sent", part
-    for other, t in expected.items():
-        if other != what and t.shape == right.shape:
-            t = t.double()
-            yield f"it is {other}", t
-            times = (actual - right).flatten().dot(t.flatten()) / t.square().sum()
-            yield f"{times:.3g} x {other} is added to it: not zeroed?", right + times * t
 
 
 # -------------------------------------------------------------------------------------------------

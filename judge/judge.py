@@ -28,11 +28,12 @@ import torch.distributed as dist
 import oracle
 import verify
 from judge.hints import Wrong
-from judge.measure import Chain, live_bytes
+from dropin.tests.zoo import Chain
+from judge.measure import formula_of_bytes, formula_of_traffic, live_bytes
 from judge.messages import messages, NotCounted
 from judge.rows import chosen, LIMIT_S, print_names, Row, run_rows
-from judge.training import (copy_of, dealt, formula_of_bytes, formula_of_traffic, fresh, is_same,
-                            loss_on_rank, MAX_NORM, no_sync, plain_names, reference)
+from dropin.tests.training import (copy_of, dealt, fresh, is_same, loss_on_rank, MAX_NORM, no_sync,
+                                   plain_names, reference)
 from verify import device, Failure
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent  # of the project

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from tests.common import ROOT
-from judge.training import formula_of_bytes, formula_of_traffic
+from judge.measure import formula_of_bytes, formula_of_traffic
 
 PAGE = ROOT / "docs" / "step.html"
 BEGIN, END = '<script id="record" type="application/json">\n', "\n</script><!-- record -->"

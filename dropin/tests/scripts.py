@@ -11,9 +11,8 @@ import torch.nn as nn
 
 from dropin.ranks import first_names, named_tensors
 from dropin.states import copy_of
+from dropin.tests.training import difference, no_sync, STAGES
 from dropin.tests.wrappers import WRAPPERS
-from judge.hints import difference
-from judge.training import no_sync, STAGES
 from tests.common import raises
 from zero import Zero1
 

@@ -18,7 +18,7 @@ from dropin.alike import checksum
 from dropin.tests.measure import every_collective
 from dropin.tests.scripts import ALL, Net, of_each, Script
 from dropin.tests.wrappers import WRAPPERS
-from judge.training import gather, STAGES
+from dropin.tests.training import gather, STAGES
 from tests.common import native, planted, raises
 from tests.ranks import on_ranks
 

@@ -15,13 +15,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dropin.tests.measure import every_collective, part_of_others
+from dropin.tests.training import (
+    adamw, compare, distributed, no_sync, ORDERS, same_bits, STAGES, SUMS)
 from dropin.tests.wrappers import (
     adafactor, foreach, Lamb, muon, sgd, training, WITHOUT_GUARDS, WRAPPERS)
-from judge.measure import Chain, live_bytes
-from judge.training import (
-    adamw, compare, distributed, formula_of_bytes, formula_of_traffic, no_sync, ORDERS, same_bits,
-    STAGES, SUMS)
-from judge.zoo import Block, MODULES, Odd
+from dropin.tests.zoo import Block, Chain, MODULES, Odd
+from judge.measure import formula_of_bytes, formula_of_traffic, live_bytes
 from tests import test_costs
 from tests.common import native, planted, raises
 from tests.ranks import on_ranks

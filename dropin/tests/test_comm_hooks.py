@@ -9,7 +9,7 @@ from torch import nn
 
 from dropin import DDP
 from extras.comm_hooks import top_k_hook, TopKState
-from judge.training import fresh, gather, zoo_loss
+from dropin.tests.training import fresh, gather, zoo_loss
 from oracle import average_gradients
 from tests.ranks import on_ranks
 

@@ -21,9 +21,9 @@ from dropin import clip_gradients_, DDP, Zero2
 from dropin.sharding import cast_floats
 from dropin.tests.measure import every_collective
 from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
-from judge.measure import Chain, live_bytes
-from judge.training import BF16, fresh, our_ddp, same_bits
-from judge.zoo import small_gpt
+from dropin.tests.training import BF16, fresh, our_ddp, same_bits
+from dropin.tests.zoo import Chain, small_gpt
+from judge.measure import live_bytes
 from tests.common import native, planted, raises
 from tests.ranks import on_ranks
 

@@ -33,7 +33,7 @@ from dropin.shard_guards import Part
 from dropin.tests.scripts import ALL, Net, of_each, Script
 from dropin.tests.test_scripts import CHANGED, COPIED, HOLDS, OwnLists
 from dropin.tests.wrappers import WRAPPERS
-from judge.training import fresh, STAGES, zoo_loss
+from dropin.tests.training import fresh, STAGES, zoo_loss
 from tests.common import raises, ROOT
 from tests.ranks import on_ranks
 

@@ -14,7 +14,7 @@ from dropin import DDP, Zero3
 from dropin.ranks import in_order_of_use
 from dropin.tests.measure import every_collective
 from dropin.tests.scripts import IDX, of_each, Shared, step_of
-from judge.training import STAGES
+from dropin.tests.training import STAGES
 from tests.common import native, planted, raises
 from tests.ranks import on_ranks
 

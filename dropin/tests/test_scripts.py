@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dropin import clip_gradients_
 from dropin.tests.scripts import ALL, Net, note_script, note_two_steps, of_each, run_script
-from judge.training import no_sync
+from dropin.tests.training import no_sync
 from tests.common import on_meta, planted, raises
 from tests.ranks import on_ranks
 

@@ -19,9 +19,9 @@ import zero
 from checkpoint import sharded_state
 from dropin import DDP, Zero1, Zero2, Zero3
 from dropin.tests.scripts import of_each
-from dropin.tests.wrappers import adafactor
-from judge.training import (
+from dropin.tests.training import (
     adamw, fresh, fsdp2, gather, is_ours, same_bits, STAGES, uncut, zoo_loss)
+from dropin.tests.wrappers import adafactor
 from oracle import average_gradients
 from tests.common import raises
 from tests.ranks import on_ranks

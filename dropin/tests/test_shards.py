@@ -14,7 +14,7 @@ from checkpoint import sharded_state
 from dropin.shard_guards import PartOfParameter
 from dropin.tests.scripts import Net, of_each
 from dropin.tests.wrappers import WRAPPERS
-from judge.training import gather, STAGES
+from dropin.tests.training import gather, STAGES
 from tests.common import raises
 from tests.ranks import on_ranks
 

@@ -10,7 +10,7 @@ from dropin import DDP, Zero1, Zero2, Zero3
 from dropin.tests.measure import every_collective
 from dropin.tests.scripts import ALL, IDX, of_each, Shared, step_of
 from dropin.tests.wrappers import WRAPPERS
-from judge.measure import Chain
+from dropin.tests.zoo import Chain
 from tests.ranks import on_ranks
 
 STAGES = ("zero1", "zero2", "zero3")

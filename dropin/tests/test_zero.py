@@ -21,9 +21,9 @@ from dropin import sharding, Zero2, Zero3
 from dropin.tests.measure import every_collective
 from dropin.tests.scripts import Net, of_each
 from dropin.tests.wrappers import WITHOUT_GUARDS, WRAPPERS
-from judge.measure import Chain, live_bytes
-from judge.training import fresh, gather, same_bits, STAGES, uncut
-from judge.zoo import small_gpt
+from dropin.tests.training import fresh, gather, same_bits, STAGES, uncut
+from dropin.tests.zoo import Chain, small_gpt
+from judge.measure import live_bytes
 from tests.common import on_meta, raises
 from tests.ranks import on_ranks
 

@@ -1,4 +1,4 @@
-"""Wrappers by name, more than judge/training.py has, and optimizers that look at whole parameters.
+"""Wrappers by name, more than training.py has, and optimizers that look at whole parameters.
 """
 
 from functools import partial
@@ -16,9 +16,9 @@ from dropin.alike import AlikeGuards
 from dropin.guards import Guards
 from dropin.shard_guards import ShardGuards
 from extras.comm_hooks import hierarchical_hook, top_k_hook, TopKState
-from judge import training as harness
-from judge.training import adamw, BF16, our_ddp, STAGES, uncut
-from judge.zoo import MODULES
+from dropin.tests import training as harness
+from dropin.tests.training import adamw, BF16, our_ddp, STAGES, uncut
+from dropin.tests.zoo import MODULES
 
 
 class Naive(nn.Module):

@@ -1,5 +1,4 @@
-"""Training in one process and on W ranks, in any wrapper: what the judge and the tests of dropin/
-compare.
+"""Training in one process and on W ranks, in any wrapper: what the tests of dropin/ compare.
 
 `reference` trains a module of the zoo in one process, in a plain loop. `distributed` trains it on
 the ranks of a group, in a wrapper. `compare` asserts that both have the same bits.
@@ -20,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ddp
 import oracle
 from dropin import DDP, Zero1, Zero2, Zero3
-from judge.hints import difference
-from judge.zoo import ZOO
+from dropin.tests.zoo import ZOO
 from verify import device
 
 STAGES = {"zero1": Zero1, "zero2": Zero2, "zero3": Zero3}
@@ -390,34 +388,49 @@ def compare(wrap, name, where, micro_steps=1, each_synced=False, factor=1, optim
 
 
 # -------------------------------------------------------------------------------------------------
-# formulas of bytes: what a rank receives, and what it holds
+# a tensor
 
 
-def formula_of_traffic(mode, micro_steps, still_whole=0):
-    """What a rank sends, and receives, in a step, in units of (W - 1)/W psi elements, if the
-    micro-steps of DDP and stage 1 are in no_sync() but the last, and stages know which is the last:
-    ZeRO paper, arXiv 1910.02054, section 7.
+def difference(what, expected, actual, contributions=()):
+    """How a tensor differs from the one that is expected, and the mistake that looks like it."""
+    right = expected[what]
+    if actual.shape != right.shape or actual.dtype != right.dtype:
+        return (f"is {tuple(actual.shape)} {actual.dtype}, expected is {tuple(right.shape)} "
+                f"{right.dtype}")
+    is_alike = partial(torch.allclose, rtol=0.02 if right.dtype.itemsize == 2 else 1e-4, atol=1e-9)
+    actual = actual.double()
+    right = right.double()
+    if actual.isnan().any():
+        return "has nan: it was read before it was there, or never written?"
+    ratio = (actual.norm() / right.norm()).item()
+    fact = f"has norm {ratio:.4f} x expected, largest difference {(actual - right).abs().max():.2g}"
+    for text, suspect in suspects(what, expected, actual, ratio, contributions):
+        if is_alike(actual, suspect.double()):
+            return f"{fact}: {text}"
+    if is_alike(actual.flatten().sort().values, right.flatten().sort().values):
+        return f"{fact}: the right values are in wrong places"
+    return fact
 
-    still_whole: the part of the parameters that stage 3 need not gather again in a backward, as it
-    has kept them from the forward.
-    """
-    return {"ddp": 2, "zero1": 2, "zero2": micro_steps + 1,
-            "zero3": micro_steps * (3 - still_whole)}[mode]
 
-
-def formula_of_bytes(mode, W, param_bytes=4, reduce_bytes=4):
-    """Bytes that a rank holds for each parameter of the model between a backward and a step: (of
-    parameters, of gradients, of Adam), by the scheme of arXiv 1910.02054, figure 1.
-
-    param_bytes, reduce_bytes: of a parameter in forward and backward, and of a gradient on its way.
-    If these are not the 4 of a shard, parameters that are whole come on top of shards, and stage 1,
-    too, keeps only its own part of the gradients.
-    """
-    shard = 4 / W
-    if mode == "ddp":
-        return 4, 4, 8
-    parameters = shard if mode == "zero3" else param_bytes
-    if mode != "zero3" and param_bytes != 4:
-        parameters += shard
-    gradients = 4 if mode == "zero1" and reduce_bytes == 4 else shard
-    return parameters, gradients, 2 * shard
+def suspects(what, expected, actual, ratio, contributions):
+    """Pairs: what a mistake looks like, and the tensor that it makes."""
+    right = expected[what].double()
+    zero = torch.zeros_like(right)
+    yield "rounded in another way: added in another order, or multiplied once more?", right
+    yield "zero where it should not be", zero
+    if right.numel() < 4:
+        return  # too few to tell
+    mistake = "added twice, or not divided?" if ratio > 1 else "divided twice?"
+    yield f"all elements alike: {mistake}", ratio * right
+    parts = contributions[what] if what in contributions else {}
+    for who in parts:
+        others = [part for other, part in parts.items() if other != who]
+        yield f"as if {who} had not sent", sum(others, zero)
+    for who, part in parts.items():
+        yield f"as if only {who} had sent", part
+    for other, t in expected.items():
+        if other != what and t.shape == right.shape:
+            t = t.double()
+            yield f"it is {other}", t
+            times = (actual - right).flatten().dot(t.flatten()) / t.square().sum()
+            yield f"{times:.3g} x {other} is added to it: not zeroed?", right + times * t

@@ -218,6 +218,29 @@ class Inside(nn.Module):
         return (x @ self.second).square().mean()
 
 
+class Chain(nn.Module):
+    """n units of width x width, and a root of 4,096 numbers: 1,024 chunks of it need no padding.
+    recomputed: all units in one checkpoint."""
+
+    def __init__(self, n, width, recomputed=False):
+        super().__init__()
+        self.recomputed = recomputed
+        self.units = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(n))
+        self.scale = nn.Parameter(torch.ones(4096))
+
+    def some(self, x, n):
+        for unit in self.units[:n]:
+            x = unit(x).tanh()
+        return x
+
+    def forward(self, x, n=99):
+        if self.recomputed:
+            x = checkpoint(self.some, x, n, use_reentrant=False)
+        else:
+            x = self.some(x, n)
+        return x.square().mean() * self.scale.square().mean()
+
+
 ZOO = {"gpt": Tokens, "odd": Odd, "mixed": Mixed, "experts": Experts, "caller": Caller,
        "lora": partial(Blocks, (0, 1, 2, 3), frozen=(2,)),
        "again": partial(Blocks, (3, 1, 0, 2, 2, 1), at_once=3, tied=True),
