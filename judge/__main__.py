@@ -1,7 +1,6 @@
 """The command. From another folder it is `python path/to/judge mine.py`."""
 
 import pathlib
-import signal
 import sys
 
 # As for a program: nothing of the folder where it is called comes before our files.
@@ -9,5 +8,4 @@ sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
 from judge.judge import main  # noqa: E402
 
-signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends ranks, too, also those that hang
 sys.exit(main())

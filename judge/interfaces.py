@@ -1,0 +1,249 @@
+"""mine.py: which data parallelism is in a file, and how a script uses it.
+
+README.md has the interfaces. A file is executed anew for each row, in each rank.
+"""
+
+import dataclasses
+import importlib.util
+import io
+import pathlib
+import sys
+import types
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from judge.modules import Plain
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent  # of the project
+BUCKET_MB = 0.0002  # of CS336's bucketed DDP: 50 numbers, as the modules are tiny
+
+
+class BadFile(Exception):
+    """The file does not keep to its interface, so nothing can be said of it."""
+
+
+def nothing(model, optimizer):
+    pass
+
+
+def all_parameters(model):
+    if not hasattr(model, "parameters"):
+        raise BadFile("what wrap(module) has returned has no parameters(): write trained(model)")
+    return model.parameters()
+
+
+def plain_optimizer(parameters, kind, **options):
+    if not parameters:  # a rank may own none
+        parameters = [dict(params=[])]
+    return kind(parameters, **options)
+
+
+def own_accumulate(model):
+    return model.no_sync() if hasattr(model, "no_sync") else nullcontext()
+
+
+@dataclasses.dataclass
+class Interface:
+    """What a script calls, and what is there unless the file has it."""
+
+    name: str  # of the function that wraps, or makes an optimizer
+    wrap: Callable  # (module) -> what is called as the module
+    before_forward: Callable = nothing  # (model, optimizer), before the first one of a step
+    after_backward: Callable = nothing  # (model, optimizer), after the last one of a step
+    trained: Callable = all_parameters  # (model) -> what the optimizer gets
+    whole: Callable | None = None  # (model) -> {name: whole parameter}
+    accumulate: Callable = own_accumulate  # (model) -> a context, of all micro-steps but the last
+    clip: Callable | None = None  # (model, max_norm)
+    optimizer: Callable = plain_optimizer  # (parameters, kind, **options)
+    not_asked: dict = dataclasses.field(default_factory=dict)  # {property: why}
+
+    def wrapped(self, module):
+        model = self.wrap(module)
+        if not callable(model):
+            raise BadFile(f"{self.name}(module) has returned {type(model).__name__}, which cannot "
+                          f"be called")
+        return model
+
+    @property
+    def owns_a_part(self):
+        """Whether the optimizer may have less than the model, so that both have to be zeroed."""
+        return self.trained is not all_parameters
+
+
+# -------------------------------------------------------------------------------------------------
+# a file
+
+
+def execute(file: str) -> dict:
+    """-> {name: what the file has by that name}. Its imports find what is beside it before ours. If
+    it is in a package, that is found, too, as pytest does it. (This process is for this file.)"""
+    path = pathlib.Path(file).resolve()
+    package = []
+    top = path.parent
+    while (top / "__init__.py").is_file():
+        package.insert(0, top.name)
+        top = top.parent
+    sys.argv = [file]
+    sys.stdout = io.StringIO()  # prints of ranks would be mixed
+    sys.path[:0] = dict.fromkeys([str(path.parent), str(top)])
+    if ROOT not in (path.parent, top):
+        theirs = {place.stem for folder in (path.parent, top) for place in folder.iterdir()}
+        ours = {place.stem for place in ROOT.iterdir()}
+        for name in list(sys.modules):
+            if name.partition(".")[0] in ours & theirs:
+                del sys.modules[name]
+    module = types.ModuleType(".".join([*package, path.stem]))
+    module.__file__ = str(path)
+    module.__package__ = ".".join(package)
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for what is in it
+    exec(compile(path.read_bytes(), module.__file__, "exec"), vars(module))
+    return vars(module)
+
+
+def interfaces(functions: dict) -> list[Interface]:
+    """Those that a file has, by the names of its functions."""
+    found = [*own(functions), *cs336(functions)]
+    if not found:
+        raise BadFile("the file has no function named wrap, nor one of CS336's, such as get_ddp")
+    return found
+
+
+def own(functions):
+    """`wrap(module)`, and beside it functions of these names."""
+    if "wrap" not in functions:
+        return
+    names = ("wrap", "after_backward", "trained", "whole", "accumulate", "clip", "optimizer")
+    given = {name: functions[name] for name in names if name in functions}
+    for name, function in given.items():
+        if not callable(function):
+            raise BadFile(f"{name} is no function")
+    if "after_backward" in given:
+        after_backward = given["after_backward"]
+        given["after_backward"] = lambda model, optimizer: after_backward(model)
+    yield Interface("wrap", **given)
+
+
+def cs336(functions):
+    """Those of Stanford's CS336, assignment 2, as its tests/adapters.py has had them since 2024."""
+    of_ddp = dict(not_asked=dict(clipping="assignment 2 has no function that clips"))
+    for name in ("ddp", "ddp_individual_parameters", "ddp_bucketed", "fsdp"):
+        wrap = functions.get(f"get_{name}")
+        if wrap is None:
+            continue
+        after_backward = functions.get(f"{name}_on_after_backward", nothing)
+        before_forward = functions.get(f"{name}_on_train_batch_start", nothing)
+        options = dict(of_ddp)
+        if name == "ddp_bucketed":
+            options.update(wrap=lambda module, wrap=wrap: wrap(module, BUCKET_MB))
+        else:
+            options.update(wrap=wrap)
+        yield Interface(f"get_{name}", before_forward=before_forward,
+                        after_backward=after_backward,
+                        whole=functions.get(f"{name}_gather_full_params"), **options)
+    if "get_sharded_optimizer" in functions:
+        given = "it is the judge's, as this is an optimizer"
+        not_asked = dict(of_ddp["not_asked"], start=given, buffers=given, overlap=given)
+        yield Interface("get_sharded_optimizer", wrap_plainly,
+                        after_backward=average, optimizer=functions["get_sharded_optimizer"],
+                        not_asked=not_asked)
+
+
+def wrap_plainly(module):
+    for t in (*module.parameters(), *module.buffers()):
+        dist.broadcast(t.data, src=0)
+    return module
+
+
+def average(model, optimizer):
+    """The smallest one that is right for all modules: an optimizer is judged behind it."""
+    for p in model.parameters():
+        n_users = torch.tensor(int(p.grad is not None))
+        dist.all_reduce(n_users)
+        if n_users > 0:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+
+# -------------------------------------------------------------------------------------------------
+# what is in it
+
+
+def look_at(file: str):
+    """-> [(an interface's name, whether it is written, what is not asked of it, names of the file's
+    functions), ...], whether cs336_basics is installed, the first line that the file prints"""
+    functions = execute(file)
+    found = []
+    for interface in interfaces(functions):
+        found.append((interface.name, is_written(interface), interface.not_asked,
+                      [name for name in functions if callable(functions[name])]))
+    first_line, _, _ = sys.stdout.getvalue().strip().partition("\n")
+    return found, importlib.util.find_spec("cs336_basics") is not None, first_line
+
+
+def is_written(interface):
+    """Not so is a stub, as an assignment gives it out."""
+    module = Plain()
+    try:
+        interface.wrap(module)
+        interface.optimizer(list(module.parameters()), torch.optim.SGD, lr=0.1)
+    except NotImplementedError:
+        return False
+    except Exception:
+        pass  # rows show it
+    return True
+
+
+def interface_of(file: str, name: str) -> Interface:
+    for interface in interfaces(execute(file)):
+        if interface.name == name:
+            return interface
+    raise BadFile(f"the file has no function named {name} any more")
+
+
+# -------------------------------------------------------------------------------------------------
+# whole parameters
+
+
+def whole_parameters(mine: Interface, model, module: nn.Module, shapes: dict) -> dict[str, Tensor]:
+    """{name: a copy of the whole parameter}, for all names in shapes, {name: shape}."""
+    if mine.whole is not None:
+        where = f"{mine.whole.__name__}(model)"
+        named = mine.whole(model)
+    elif hasattr(model, "full_state_dict"):
+        where = "full_state_dict()"
+        named = model.full_state_dict()
+    elif hasattr(model, "full_parameters"):
+        where = "full_parameters()"
+        named = model.full_parameters()
+    else:
+        where = f"what {mine.name}() has returned"
+        holder = model if isinstance(model, nn.Module) else module
+        named = holder.named_parameters(remove_duplicate=False)
+    actual = dict(named)
+    prefix = prefix_of(actual, next(iter(shapes)))
+    parameters = {}
+    for name, shape in shapes.items():
+        if prefix + name not in actual:
+            raise BadFile(f"{where} has no parameter {name}")
+        t = actual[prefix + name]
+        if not torch.is_tensor(t):
+            raise BadFile(f"{where} has a {type(t).__name__} as {name}, and no tensor")
+        if hasattr(t, "full_tensor"):  # of torch's FSDP2
+            t = t.full_tensor()
+        if t.shape != shape or t.dtype != torch.float32:
+            raise BadFile(f"{where} has {name} as {tuple(t.shape)} {t.dtype}, expected is "
+                          f"{tuple(shape)} {torch.float32}: write whole(model)")
+        parameters[name] = t.detach().clone()
+    return parameters
+
+
+def prefix_of(names, name: str) -> str:
+    """What a wrapper has put before the name, such as "module."."""
+    prefixes = [full.removesuffix(name) for full in names if f".{full}".endswith(f".{name}")]
+    return min(prefixes, key=len, default="")
