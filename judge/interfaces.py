@@ -82,11 +82,7 @@ def execute(file: str) -> dict:
     """-> {name: what the file has by that name}. Its imports find what is beside it before ours. If
     it is in a package, that is found, too, as pytest does it. (This process is for this file.)"""
     path = pathlib.Path(file).resolve()
-    package = []
-    top = path.parent
-    while (top / "__init__.py").is_file():
-        package.insert(0, top.name)
-        top = top.parent
+    top, package = package_of(file)
     sys.argv = [file]
     sys.stdout = io.StringIO()  # prints of ranks would be mixed
     sys.path[:0] = dict.fromkeys([str(path.parent), str(top)])
@@ -102,6 +98,16 @@ def execute(file: str) -> dict:
     sys.modules[module.__name__] = module  # where dataclasses and pickle look for what is in it
     exec(compile(path.read_bytes(), module.__file__, "exec"), vars(module))
     return vars(module)
+
+
+def package_of(file: str) -> tuple[pathlib.Path, list[str]]:
+    """-> (the folder from which it is imported, names of the packages that it is in)"""
+    top = pathlib.Path(file).resolve().parent
+    package = []
+    while (top / "__init__.py").is_file():
+        package.insert(0, top.name)
+        top = top.parent
+    return top, package
 
 
 def interfaces(functions: dict) -> list[Interface]:
@@ -178,25 +184,27 @@ def look_at(file: str):
     """-> [(an interface's name, whether it is written, what is not asked of it, names of the file's
     functions), ...], whether cs336_basics is installed, the first line that the file prints"""
     functions = execute(file)
+    names = [name for name in functions if callable(functions[name])]
     found = []
     for interface in interfaces(functions):
-        found.append((interface.name, is_written(interface), interface.not_asked,
-                      [name for name in functions if callable(functions[name])]))
+        not_asked = dict(interface.not_asked)
+        is_written = True
+        model = None
+        module = Plain()
+        try:
+            model = interface.wrap(module)
+            interface.optimizer(list(module.parameters()), torch.optim.SGD, lr=0.1)
+        except NotImplementedError:  # a stub, as an assignment gives it out
+            is_written = False
+        except Exception:
+            pass  # rows show it
+        if interface.clip is None and not hasattr(model, "clip_grad_norm_"):
+            not_asked.setdefault("clipping", "there is no clip(model, max_norm)")
+        if interface.owns_a_part:
+            not_asked["groups"] = "trained(model) chooses what the optimizer gets"
+        found.append((interface.name, is_written, not_asked, names))
     first_line, _, _ = sys.stdout.getvalue().strip().partition("\n")
     return found, importlib.util.find_spec("cs336_basics") is not None, first_line
-
-
-def is_written(interface):
-    """Not so is a stub, as an assignment gives it out."""
-    module = Plain()
-    try:
-        interface.wrap(module)
-        interface.optimizer(list(module.parameters()), torch.optim.SGD, lr=0.1)
-    except NotImplementedError:
-        return False
-    except Exception:
-        pass  # rows show it
-    return True
 
 
 def interface_of(file: str, name: str) -> Interface:

@@ -9,15 +9,18 @@ import dataclasses
 import faulthandler
 import json
 import linecache
+import os
 import pathlib
 import re
 import resource
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections import Counter
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -40,26 +43,29 @@ WORDS = {"same bits": "bits", "close": "close", "wrong": "WRONG", "hung": "HUNG"
 MOST_HUNG = 2  # of a property: then its other cells are not tried
 
 PLAIN = Case(modules.Plain)
+FROZEN = Case(modules.Frozen)
 BUFFERS = Case(modules.Buffers)
-# (property, case, the case that has to be right at this W, or the reason is another one)
+TWO_STEPS = Case(modules.Plain, micro_steps=2)
+# (property, case, a simpler case that has to be right at this W; or else this one tells nothing)
 LINES = [("mean", PLAIN, None),
+         ("frozen", FROZEN, None),
          ("start", Case(modules.Plain, other="parameters"), None),
-         ("start", Case(modules.Frozen, other="parameters"), None),
-         ("accumulation", Case(modules.Plain, micro_steps=2), None),
-         ("accumulation", Case(modules.Tied, micro_steps=2), None),
-         ("frozen", Case(modules.Frozen), None),
+         ("start", Case(modules.Frozen, other="parameters"), FROZEN),
+         ("accumulation", TWO_STEPS, None),
          ("tied", Case(modules.Tied), None),
+         ("tied", Case(modules.Tied, micro_steps=2), TWO_STEPS),
          ("unused", Case(modules.Never), None),
          ("unused", Case(modules.Sometimes), None),
-         ("unused", Case(modules.Sometimes, micro_steps=2), None),
+         ("unused", Case(modules.Sometimes, micro_steps=2), TWO_STEPS),
          ("buffers", BUFFERS, None),
-         ("buffers", dataclasses.replace(BUFFERS, other="buffers"), BUFFERS),
+         ("buffers", Case(modules.Buffers, other="buffers"), BUFFERS),
          ("shapes", Case(modules.Shapes), None),
          ("shapes", Case(modules.One), None),
          ("reused", Case(modules.Reused), None),
+         ("order", Case(modules.Ordered), None),
          ("optimizer", Case(modules.Plain, optimizer="AdamW"), PLAIN),
          ("optimizer", Case(modules.Plain, loop="scheduled"), PLAIN),
-         ("optimizer", Case(modules.Plain, loop="groups"), PLAIN),
+         ("groups", Case(modules.Plain, loop="groups"), PLAIN),
          ("validation", Case(modules.Plain, loop="validated"), PLAIN),
          ("clipping", Case(modules.Plain, loop="clipped"), PLAIN)]
 OF_CS336 = "cs336_basics", Case(modules.CS336), None
@@ -97,11 +103,58 @@ class Cell:
 # a rank
 
 
+def run_guarded(options, W, seconds, check, *arguments):
+    """check(*arguments) on W ranks -> [what each has returned]. Raised, if one raises, dies or
+    hangs."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with quiet():
+                return verify.run(W, guarded, folder, seconds - 1, check, *arguments,
+                                  kind=options.device, seconds=seconds)
+        except verify.Failure as failure:
+            line = " ".join(str(failure).split())
+        texts = {int(place.name): place.read_text() for place in pathlib.Path(folder).iterdir()
+                 if place.name.isdecimal()}
+    raise Raised(line, texts)
+
+
+@contextmanager
+def quiet():
+    """No stderr, for this process and those that it starts: gloo writes what follows an error."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+class Raised(Exception):
+    """rank: the first that did; fact: in a line; frames: {rank: those of its traceback}"""
+
+    def __init__(self, line, texts):
+        rank, fact = re.fullmatch(r"rank (\d+):? (.*)", line).groups()
+        self.rank = int(rank)
+        self.fact = re.sub(r" \([^()]*:\d+\)$", "", fact)[:300]
+        self.frames = {rank: frames_of(text) for rank, text in sorted(texts.items())}
+        says = re.search(r"what\(\): +(?:\[.*?\] )?(.*)", texts.get(self.rank, ""))
+        if says:  # of C++
+            self.fact += f": {says[1][:200]}"
+
+    @property
+    def own_lines(self):
+        return in_lines(self.frames.get(self.rank, []))
+
+
 def guarded(folder, seconds, check, *arguments):
-    """check(*arguments) on this rank. If it raises, dies or hangs, its traceback is in a file."""
+    """On a rank. What it writes to stderr, and its traceback, also if it dies or hangs, is in a
+    file."""
     if verify.device().type == "cpu":
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     with open(f"{folder}/{dist.get_rank()}", "w") as file:
+        os.dup2(file.fileno(), 2)
         faulthandler.enable(file)  # gloo ends a process by a signal
         faulthandler.dump_traceback_later(seconds, file=file)
         try:
@@ -111,13 +164,12 @@ def guarded(folder, seconds, check, *arguments):
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()
-            faulthandler.disable()
 
 
 FRAME = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')
 
 
-def frames(text: str) -> list[tuple[str, int, str]]:
+def frames_of(text: str) -> list[tuple[str, int, str]]:
     """(file, line, function) of a traceback, the innermost one last."""
     found = [(file, int(line), function) for file, line, function in FRAME.findall(text)]
     return found[::-1] if "most recent call first" in text else found
@@ -204,13 +256,14 @@ class Trial:
         print(f"\n{self.name}\n\n{'':14}{'':30}{columns}")
         last = None
         for name, case, needed in self.lines:
+            if all(self.reason_not_to_try(name, case, needed, W) for W in self.worlds):
+                continue
             print(f"{name if name != last else '':14}{case!s:30}", end="", flush=True)
             last = name
             for W in self.worlds:
                 cell = self.cell(name, case, needed, W)
+                self.cells.append(cell)
                 print(f"{WORDS[cell.outcome]:>9}", end="", flush=True)
-                if cell.outcome != "not tried" or cell.fact:
-                    self.cells.append(cell)
             print()
         self.measure()
         self.seconds = time.monotonic() - start_s
@@ -219,20 +272,20 @@ class Trial:
         if name == "mean" and W > self.simplest_W:
             name = "any W"
         cell = Cell(name, str(case), W, "not tried")
-        if case.other and W == 1:
+        cell.fact = self.reason_not_to_try(name, case, needed, W)
+        if cell.fact:
             return cell
-        if needed is not None and self.outcome_of(needed, W) not in RIGHT:
-            cell.fact = f"{needed} is not right"
-            return cell
-        for kind in (name, *BASE):
-            if self.n_hung[kind] >= MOST_HUNG:
-                cell.fact = f"{MOST_HUNG} of {kind} hang"
-                return cell
         start_s = time.monotonic()
-        answers = self.try_out(cell, judged, self.file, self.name, case)
-        if answers is not None:
+        try:
+            answers = run_guarded(self.options, W, self.options.seconds, judged, self.file,
+                                  self.name, case)
+        except Raised as raised:
+            self.note(cell, raised)
+        else:
             order = ("wrong", "close", "same bits")
-            worst = min(answers, key=lambda verdict: (order.index(verdict.outcome), verdict.step))
+            # The last of those that are as bad: rank 0 sees less, where all have what it has.
+            worst = min(reversed(answers), key=lambda verdict: (order.index(verdict.outcome),
+                                                                verdict.step))
             for key, value in vars(worst).items():
                 setattr(cell, key, value)
             for rank, verdict in enumerate(answers):
@@ -243,41 +296,47 @@ class Trial:
             self.n_hung[name] += 1
         return cell
 
+    def reason_not_to_try(self, name, case, needed, W):
+        for kinds in ([name], BASE):
+            if sum(self.n_hung[kind] for kind in kinds) >= MOST_HUNG:
+                return f"{MOST_HUNG} rows of {' and '.join(kinds)} hang"
+        if case.other and W == 1:
+            return "one rank has no other values"
+        if case is not PLAIN and self.outcome_of(PLAIN, W) in ("hung", "crashed", "refused"):
+            return f"Plain: {self.outcome_of(PLAIN, W)}"
+        if needed is not None and self.outcome_of(needed, W) not in RIGHT:
+            return f"{needed} is not right"
+        return ""
+
     def outcome_of(self, case, W):
         for cell in self.cells:
             if (cell.case, cell.W) == (str(case), W):
                 return cell.outcome
         return "not tried"
 
-    def try_out(self, cell, check, *arguments):
-        """What each rank returns; or None, and why is in the cell."""
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                return verify.run(cell.W, guarded, folder, self.options.seconds - 1, check,
-                                  *arguments, kind=self.options.device,
-                                  seconds=self.options.seconds)
-            except verify.Failure as failure:
-                fact = " ".join(str(failure).split())
-            places = sorted(pathlib.Path(folder).iterdir())
-            of_ranks = {int(place.name): frames(place.read_text()) for place in places}
-        rank, fact = re.fullmatch(r"rank (\d+):? (.*)", fact).groups()
-        cell.ranks = [int(rank)]
-        own = of_ranks.get(int(rank), [])
-        fact = re.sub(r" \([^()]*:\d+\)$", "", fact)
-        if fact.startswith("BadFile: ") and not any(c.outcome in RIGHT for c in self.cells):
-            raise CannotJudge(fact.removeprefix("BadFile: "))
-        cell.fact = fact[:300]
-        if fact.startswith("hangs: "):
+    def note(self, cell, raised):
+        """A cell in which ranks have not come to an end."""
+        is_bad_file = raised.fact.startswith("BadFile: ")
+        fact = raised.fact.removeprefix("BadFile: ")
+        if is_bad_file and not any(each.outcome in RIGHT for each in self.cells):
+            raise CannotJudge(fact)
+        cell.fact, cell.ranks, cell.lines = fact, [raised.rank], raised.own_lines
+        if is_bad_file:
+            cell.outcome = "wrong"
+        elif raised.fact.startswith("hangs: "):
             cell.outcome = "hung"
-            cell.ranks = list(of_ranks)
-            for rank, own in of_ranks.items():
-                cell.lines += [f"rank {rank} is at {line}" for line in in_lines(own)[-1:]]
+            cell.ranks = list(raised.frames)
+            cell.lines = []
+            for rank, frames in raised.frames.items():
+                lines = in_lines(frames)
+                place = f"at {lines[-1]}" if lines else "not in this file: it has gone on, or waits"
+                cell.lines.append(f"rank {rank} is {place}")
         else:
-            cell.outcome = "refused" if is_refusal(own) else "crashed"
-            cell.lines = in_lines(own)
-        if cell.outcome != "refused" and cell.property == "unused":
+            is_refused = is_refusal(raised.frames.get(raised.rank, []))
+            cell.outcome = "refused" if is_refused else "crashed"
+        is_alone = self.outcome_of(PLAIN, cell.W) in RIGHT
+        if cell.outcome in BAD and cell.property in ("unused", "order") and is_alone:
             cell.mistake, cell.chapter = mistakes.LEFT_OUT
-        return None
 
     # ---------------------------------------------------------------------------------------------
     # what it is
@@ -290,11 +349,12 @@ class Trial:
         for W in worlds:
             if self.outcome_of(PLAIN, W) not in RIGHT or W == 1:
                 continue
-            cell = Cell("held", "Units", W, "measured")
-            answers = self.try_out(cell, measured, self.file, self.name)
-            if answers is None:
+            try:
+                answers = run_guarded(self.options, W, self.options.seconds, measured, self.file,
+                                      self.name)
+            except Raised as raised:
                 for name in MEASURED:
-                    self.facts[name] = "not measured", str(cell)
+                    self.facts[name] = "not measured", f"W={W}, rank {raised.rank}: {raised.fact}"
             else:
                 self.facts.update(in_words(answers, W, self.options.stage))
 
@@ -346,10 +406,13 @@ def in_words(answers, W, claimed):
 
 def verdicts_of(trial) -> dict[str, tuple[str, str]]:
     """{property: (the verdict on it, the reason)}"""
-    names = dict.fromkeys(cell.property for cell in trial.cells)
-    verdicts = {name: verdict_of(trial, name) for name in names}
-    return {**verdicts, **trial.facts, **{name: ("not asked", reason)
-                                          for name, reason in trial.not_asked.items()}}
+    verdicts = {cell.property: verdict_of(trial, cell.property) for cell in trial.cells}
+    for name, _, _ in trial.lines:
+        verdicts.setdefault(name, ("not tried", "a simpler row is not right"))
+    verdicts |= trial.facts
+    for name, reason in trial.not_asked.items():
+        verdicts[name] = "not asked", reason
+    return verdicts
 
 
 def verdict_of(trial, name):
@@ -357,8 +420,9 @@ def verdict_of(trial, name):
     bad = [cell for cell in cells if cell.outcome in BAD]
     if bad and name not in BASE:
         # A factor that is wrong everywhere is one mistake, and not one of each property.
-        known = {cell.mistake for cell in trial.cells if cell.property in BASE and cell.mistake}
-        bad = [cell for cell in bad if cell.mistake not in known]
+        known = [cell.mistake for cell in trial.cells if cell.property in BASE and cell.mistake]
+        bad = [cell for cell in bad if trial.outcome_of(PLAIN, cell.W) in RIGHT or
+               cell.mistake and not any(mistake in cell.mistake for mistake in known)]
         if not bad:
             return "as mean", "no other mistake than there"
     refused = [cell for cell in cells if cell.outcome == "refused"]
@@ -366,29 +430,36 @@ def verdict_of(trial, name):
         return cell.outcome, str(cell)
     right = [cell for cell in cells if cell.outcome in RIGHT]
     if not right:
-        return "not tried", cells[0].fact
+        return "not tried", cells[-1].fact
     close = [cell for cell in right if cell.outcome == "close"]
     if close:
-        return "right", f"in {len(close)} of {len(right)} cells close: {close[0].fact}"
-    return "right", f"the same bits in {len(right)} cells"
+        return "right", f"{len(right) - len(close)} cells have the bits, {len(close)} are close"
+    return "right", f"all of {len(right)} cells have the bits"
 
 
 def print_report(trial, verdicts, script):
-    if trial.first_fault is not None:
-        print(f"\nThe first fault\n\n  {trial.first_fault}")
-        for line in trial.first_fault.lines:
+    first = trial.first_fault
+    if first is not None:
+        print("\nThe first fault\n")
+        print_wrapped("  ", str(first))
+        for line in first.lines:
             print(f"    {line}")
-        if script:
+        if script is not None:
             print(f"  The smallest script that shows it: python {script}")
-        if trial.first_fault.chapter:
-            print(f"  What it is about: docs/course.md, {trial.first_fault.chapter}")
+        if first.chapter:
+            print(f"  What it is about: docs/course.md, {first.chapter}")
     print("\nProperty by property\n")
     for name, (verdict, reason) in verdicts.items():
-        print(f"  {name:14}{verdict:14}{reason}")
+        print_wrapped(f"  {name:14}{verdict:14}", reason)
     counts = Counter(verdict for verdict, _ in verdicts.values())
     counts = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
     print(f"\n{trial.name} is {trial.verdict.upper()}: of {len(verdicts)} properties {counts}. "
           f"{trial.seconds:.0f} s")
+
+
+def print_wrapped(begin, text):
+    print(textwrap.fill(text, 100, initial_indent=begin, subsequent_indent=" " * len(begin),
+                        break_long_words=False))
 
 
 def as_data(trial, verdicts, script):
@@ -411,6 +482,8 @@ def parsed(words):
     parser.add_argument("--quick", action="store_true", help="two and three ranks alone")
     parser.add_argument("--worlds", metavar="W,W", default="", help="numbers of ranks [1,2,3,4]")
     parser.add_argument("--json", metavar="FILE", help="write the report there, too")
+    parser.add_argument("--leave_out", metavar="NAME,NAME", default="",
+                        help="properties that are not asked, such as unused,order")
     parser.add_argument("--stage", choices=PAPER, help="what it has to hold and to send at most")
     parser.add_argument("--seconds", type=int, default=10,
                         help=f"a row that takes longer hangs, at most {LONGEST_S} [10]")
@@ -421,6 +494,10 @@ def parsed(words):
     if not re.fullmatch(r"[1-9](,[1-9])*", worlds):
         parser.error(f"--worlds {worlds}: numbers from 1 to 9, such as 2,3")
     options.worlds = sorted(set(map(int, worlds.split(","))))
+    known = {name for name, _, _ in LINES}
+    for name in options.leave_out.split(",") if options.leave_out else []:
+        if name not in known - {"mean"}:
+            parser.error(f"--leave_out {name}: choose from {', '.join(sorted(known - {'mean'}))}")
     if not 2 <= options.seconds <= LONGEST_S:
         parser.error(f"--seconds {options.seconds}: from 2 to {LONGEST_S}")
     kinds = ["cpu"]
@@ -452,10 +529,10 @@ def judge(options) -> list[Trial]:
     print("Each row runs in processes of its own, with a limit of time and memory. This is no "
           "sandbox: a file can do what you can do.")
     try:
-        [look] = verify.run(1, look_at, options.file, kind=options.device, seconds=3 * LONGEST_S)
-    except verify.Failure as failure:
-        fact = " ".join(str(failure).split())
-        raise CannotJudge(re.sub(r"^rank \d+:? |BadFile: ", "", fact)[:500]) from None
+        [look] = run_guarded(options, 1, LONGEST_S, look_at, options.file)
+    except Raised as raised:
+        where = f" ({raised.own_lines[-1]})" if raised.own_lines else ""
+        raise CannotJudge(raised.fact.removeprefix("BadFile: ") + where) from None
     found, has_cs336, first_line = look
     if first_line:
         print(f"What the file prints is not shown, such as: {first_line}")
@@ -464,14 +541,16 @@ def judge(options) -> list[Trial]:
     for name, is_written, not_asked, functions in found:
         if not is_written:
             print(f"\n{name} is not written: it raises NotImplementedError")
-            report.append(dict(interface=name, verdict="not written"))
             continue
+        left_out = [each for each in options.leave_out.split(",") if each]
+        not_asked |= dict.fromkeys(left_out, "left out")
         trial = Trial(options, name, not_asked, has_cs336)
         trials.append(trial)
         trial.run()
         script = None
         if trial.first_fault is not None:
-            script = write_script(options.file, name, functions, trial.first_fault, trial.case_of)
+            script = write_script(options.file, name, functions, trial.first_fault,
+                                  trial.case_of(trial.first_fault))
         verdicts = verdicts_of(trial)
         print_report(trial, verdicts, script)
         report.append(as_data(trial, verdicts, script))

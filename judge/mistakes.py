@@ -22,14 +22,14 @@ STAGES = "Zero1 and Zero2"
 SCRIPTS = "What real scripts need"
 
 UNKNOWN = Mistake("", IDEA)
-START = Mistake("ranks begin with other values: wrap has to send rank 0's parameters to all, those "
-                "that are not trained, too", IDEA)
-BUFFERS = Mistake("ranks have other buffers: wrap has to send rank 0's, too, as a forward uses them",
-                  IDEA)
+START = Mistake("ranks begin with other values: wrap has to send rank 0's parameters to all, also "
+                "those that are not trained", IDEA)
+BUFFERS = Mistake("ranks have other buffers: wrap has to send rank 0's, too, as a forward uses "
+                  "them", IDEA)
 OPTIMIZER = Mistake("right with SGD: is its state kept, and are gradients averaged, and not "
                     "parameters?", STAGES)
-SCHEDULE = Mistake("right with a constant learning rate: a new one in optimizer.param_groups has to "
-                   "reach the optimizer that steps", STAGES)
+SCHEDULE = Mistake("right with a constant learning rate: a new one in optimizer.param_groups has "
+                   "to reach the optimizer that steps", STAGES)
 GROUPS = Mistake("right with one group: each group of parameters has options of its own", STAGES)
 CLIPPING = Mistake("right without clipping, so it is clipped by another norm than that of all "
                    "gradients, such as that of a rank's own, or of its shards", STAGES)
@@ -58,6 +58,7 @@ OWN = Mistake("a rank's own gradients alone: nothing was sent, or not waited for
               IDEA)
 OWN_EARLIER = Mistake("of earlier micro-steps a rank has its own gradients alone: they were not "
                       "reduced", BACKWARD)
+ROUNDED = Mistake("rounded to 16 bits on its way?", IDEA)
 SCALED = Mistake("all of it is multiplied by one number: clipped, or scaled?", IDEA)
 EACH_CLIPPED = Mistake("each rank's gradients are multiplied by a number of its own: clipped by "
                        "its own norm, before the mean?", STAGES)
@@ -93,13 +94,13 @@ class WrongStep:
             return "it is frozen, and has moved, or was not rank 0's", START
         if parts is None:
             return ("no rank has used it, so its .grad should be None, and it should stay; a "
-                    "gradient of zeros lets its weights decay"), UNUSED
+                    "gradient of zeros lets its weights decay"), Mistake("", BACKWARD)
         if not self.moved:
             return "it has not moved: does the optimizer get it, and is its .grad there?", UNKNOWN
         expected = parts.sum(dim=(0, 1))
         if is_alike(actual, expected):
             percent = 100 * (actual - expected).norm() / expected.norm()
-            return f"its gradient is {percent:.2g} % off: rounded to 16 bits on its way?", UNKNOWN
+            return f"its gradient is {percent:.2g} % off", ROUNDED
         factor = actual.dot(expected) / expected.square().sum()
         if is_alike(actual, factor * expected):
             fact = f"its gradient is {factor:.3g} x expected"
@@ -201,6 +202,9 @@ def mistake_of(numbers: Tensor, rank: int) -> Mistake:
     if missing:
         return Mistake(f"without the gradients of rank {', '.join(missing)}", IDEA)
     if are(numbers, numbers.mean()):
+        divisor = (W / numbers.mean()).item()
+        if divisor > 0 and abs(divisor - round(divisor)) < 0.02:
+            return Mistake(f"divided by {round(divisor)}, and not by the number of ranks", IDEA)
         return SCALED
     is_less = bool((numbers > 0).all()) and bool((numbers < 1.02).all())
     if are(numbers, numbers.mean(dim=1, keepdim=True)) and is_less:

@@ -78,7 +78,7 @@ class Never(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """As with experts: some ranks use a layer, and others do not, or in another order."""
+    """As with experts: some ranks use a layer, and others do not."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,24 @@ class Sometimes(nn.Module):
         self.last = nn.Linear(6, 4)
 
     def forward(self, x):
-        order = ((0, 1, 2), (1, 0), (2,))[int(x[0, 0])]
+        used = ((0, 1), (1,), (1, 2))[int(x[0, 0])]
+        x = self.first(x)
+        for place in used:
+            x = x + self.layers[place](x).tanh()
+        return self.last(x)
+
+
+class Ordered(nn.Module):
+    """All ranks use all layers, but in different orders. So gradients come in different orders."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.last = nn.Linear(6, 4)
+
+    def forward(self, x):
+        order = ((0, 1, 2), (2, 1, 0), (1, 0, 2))[int(x[0, 0])]
         x = self.first(x)
         for place in order:
             x = x + self.layers[place](x).tanh()
@@ -95,8 +112,8 @@ class Sometimes(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Buffers: one that the forward reads, so that the gradient is wrong on a rank that has another
-    one, and those of a BatchNorm, of which one is of integers and has no dimensions."""
+    """Buffers: two that the forward reads, so that the gradient is wrong on a rank that has others,
+    of which one is in no state_dict(); and those of a BatchNorm, of which one is an integer."""
 
     def __init__(self):
         super().__init__()
@@ -104,9 +121,11 @@ class Buffers(nn.Module):
         self.norm = nn.BatchNorm1d(6, eps=0.1)
         self.last = nn.Linear(6, 4)
         self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
+        self.register_buffer("shift", torch.ones(6), persistent=False)
 
     def forward(self, x):
-        return self.last(self.norm(self.layer(x * self.scale)).tanh())
+        x = self.norm(self.layer(x * self.scale))
+        return self.last((x + self.shift).tanh())
 
 
 class Shapes(nn.Module):
@@ -140,19 +159,21 @@ class One(nn.Module):
 
 class Reused(nn.Module):
     """Layers in another order than they are registered in, one of them twice, and two that the
-    backward computes again (activation checkpointing)."""
+    backward computes again (activation checkpointing). Positions are added, as in GPT-2: of a sum
+    autograd gives both addends the same tensor as their gradient."""
 
     def __init__(self):
         super().__init__()
         self.last = nn.Linear(6, 4)
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.first = nn.Linear(5, 6)
+        self.position = nn.Parameter(torch.randn(3, 6))
 
     def two(self, x):
         return self.layers[0](self.layers[2](x).tanh()).tanh()
 
     def forward(self, x):
-        x = self.layers[2](self.first(x))
+        x = self.layers[2](self.first(x) + self.position)
         x = x + self.layers[1](x).tanh()
         x = checkpoint(self.two, x, use_reentrant=False)
         return self.last(self.layers[1](x))

@@ -112,7 +112,8 @@ def grouped(case, parameters):
     parameters = list(parameters)
     if case.loop != "groups":
         return parameters
-    return [dict(params=parameters[0::2]), dict(params=parameters[1::2], weight_decay=0, lr=LR / 2)]
+    # Of the first group most ranks own nothing, if each owns some parameters.
+    return [dict(params=parameters[:1]), dict(params=parameters[1:], weight_decay=0, lr=LR / 2)]
 
 
 def between(case, validate, optimizer):

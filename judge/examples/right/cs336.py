@@ -1,109 +1,78 @@
-"""An interface as in Stanford's CS336, assignment 2: a DDP whose gradients leave one by one during
-the backward, and an optimizer that is sharded. Its adapters come first, then ours to them."""
-
-from contextlib import contextmanager
+"""Adapters as of Stanford's CS336, assignment 2, and what is behind them: a DDP whose gradients
+leave one by one during the backward, one with buckets, torch's FSDP2, a sharded optimizer."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
+from torch.distributed.fsdp import fully_shard
 
-
-class DDPIndividualParameters(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module, self.is_synced = module, True
-        for t in (*module.parameters(), *module.buffers()):
-            dist.broadcast(t.data, src=0)
-        # A backward begins at the end. All ranks send in this order, whichever they have used.
-        self.order = [p for p in reversed(list(module.parameters())) if p.requires_grad]
-        self.ready, self.works = set(), []
-        for p in self.order:
-            p.register_post_accumulate_grad_hook(self.note)
-
-    def forward(self, *inputs, **kwargs):
-        return self.module(*inputs, **kwargs)
-
-    def note(self, p):
-        if self.is_synced:
-            self.ready.add(p)
-            while len(self.works) < len(self.order) and self.order[len(self.works)] in self.ready:
-                self.send_next()
-
-    def send_next(self):
-        p = self.order[len(self.works)]
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        p.grad /= dist.get_world_size()
-        self.works.append(dist.all_reduce(p.grad, async_op=True))
-
-    def finish_gradient_synchronization(self):
-        is_used = torch.tensor([int(p.grad is not None) for p in self.order])
-        while len(self.works) < len(self.order):
-            self.send_next()
-        for work in self.works:
-            work.wait()
-        dist.all_reduce(is_used)
-        for p, n_users in zip(self.order, is_used):
-            if n_users == 0:
-                p.grad = None
-        self.ready.clear()
-        self.works.clear()
-
-    @contextmanager
-    def no_sync(self):
-        self.is_synced = False
-        yield
-        self.is_synced = True
+from judge.examples.right.hooks import Hooked
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    def __init__(self, params, optimizer_cls, **kwargs):
-        self.rank, self.W, self.own = dist.get_rank(), dist.get_world_size(), None
-        self.optimizer_cls, self.kwargs = optimizer_cls, kwargs
-        super().__init__(params, {})
+    """Each rank keeps the state of every W-th parameter, updates these, and sends them to all."""
 
-    def add_param_group(self, param_group):
-        super().add_param_group(param_group)
-        group = dict(self.param_groups[-1])
-        group["params"] = group["params"][self.rank::self.W]
-        if not group["params"]:
-            return
+    def __init__(self, params, optimizer_cls, **options):
+        self.optimizer_cls, self.options, self.own = optimizer_cls, options, None
+        super().__init__(params, dict(options))
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        rank, W = dist.get_rank(), dist.get_world_size()
+        own = dict(self.param_groups[-1])
+        own["params"] = own["params"][rank::W]
         if self.own is None:
-            self.own = self.optimizer_cls([group], **self.kwargs)
+            self.own = self.optimizer_cls([own], **self.options)
         else:
-            self.own.add_param_group(group)
+            self.own.add_param_group(own)
 
     @torch.no_grad()
-    def step(self, closure=None, **kwargs):
-        loss = closure() if closure is not None else None
-        if self.own is not None:
-            self.own.step(**kwargs)
+    def step(self, closure=None):
+        for ours, own in zip(self.param_groups, self.own.param_groups):
+            own.update({name: value for name, value in ours.items() if name != "params"})
+        self.own.step()
         for group in self.param_groups:
             for i, p in enumerate(group["params"]):
-                dist.broadcast(p.data, src=i % self.W)
-        return loss
+                dist.broadcast(p.data, src=i % dist.get_world_size())
 
 
-def get_ddp_individual_parameters(module):
-    return DDPIndividualParameters(module)
+def get_ddp(module: nn.Module) -> nn.Module:
+    return Hooked(module, bucket_elements=0)
 
 
-def ddp_individual_parameters_on_after_backward(ddp_model, optimizer):
-    ddp_model.finish_gradient_synchronization()
+def ddp_on_after_backward(ddp_model: nn.Module, optimizer: torch.optim.Optimizer):
+    ddp_model.finish()
 
 
-def get_sharded_optimizer(params, optimizer_cls, **kwargs):
-    return ShardedOptimizer(params, optimizer_cls, **kwargs)
+def get_ddp_bucketed(module: nn.Module, bucket_size_mb: float) -> nn.Module:
+    return Hooked(module, bucket_elements=bucket_size_mb * 2**20 / 4)
 
 
-wrap = get_ddp_individual_parameters
-optimizer = get_sharded_optimizer
+def ddp_bucketed_on_after_backward(ddp_model: nn.Module, optimizer: torch.optim.Optimizer):
+    ddp_model.finish()
 
 
-def after_backward(model):
-    ddp_individual_parameters_on_after_backward(model, None)
+def ddp_bucketed_on_train_batch_start(ddp_model: nn.Module, optimizer: torch.optim.Optimizer):
+    pass
 
 
-def clip(model, max_norm):
-    clip_grad_norm_(model.parameters(), max_norm)
+def get_fsdp(module: nn.Module, compute_dtype: torch.dtype | None = None) -> nn.Module:
+    for t in (*module.parameters(), *module.buffers()):
+        dist.broadcast(t.data, src=0)
+    for child in list(module.modules()):
+        if isinstance(child, nn.ModuleList):
+            for unit in child:
+                fully_shard(unit)
+    return fully_shard(module)
+
+
+def fsdp_on_after_backward(fsdp_model: nn.Module, optimizer: torch.optim.Optimizer):
+    pass
+
+
+def fsdp_gather_full_params(fsdp_model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor() for name, p in fsdp_model.named_parameters()}
+
+
+def get_sharded_optimizer(params, optimizer_cls: type, **options) -> torch.optim.Optimizer:
+    return ShardedOptimizer(params, optimizer_cls, **options)

@@ -12,7 +12,7 @@ BUCKET_ELEMENTS = 50  # the modules of the judge are tiny
 
 
 class Hooked(nn.Module):
-    def __init__(self, module):
+    def __init__(self, module, bucket_elements=BUCKET_ELEMENTS):
         super().__init__()
         self.module, self.is_last = module, True
         for t in (*module.parameters(), *module.buffers()):
@@ -22,7 +22,7 @@ class Hooked(nn.Module):
             if p.requires_grad:
                 self.buckets[-1].append(p)
                 p.register_post_accumulate_grad_hook(self.note)
-                if sum(q.numel() for q in self.buckets[-1]) > BUCKET_ELEMENTS:
+                if sum(q.numel() for q in self.buckets[-1]) > bucket_elements:
                     self.buckets.append([])
         self.ready, self.sent = set(), []
 
@@ -47,6 +47,12 @@ class Hooked(nn.Module):
         flat = torch.cat(parts) / dist.get_world_size()
         self.sent.append((flat, dist.all_reduce(flat, async_op=True)))
 
+    @contextmanager
+    def no_sync(self):
+        self.is_last = False
+        yield
+        self.is_last = True
+
     def finish(self):
         for bucket in self.buckets[len(self.sent):]:
             self.send(bucket)
@@ -66,13 +72,6 @@ def wrap(module):
 
 def after_backward(model):
     model.finish()
-
-
-@contextmanager
-def accumulate(model):
-    model.is_last = False
-    yield
-    model.is_last = True
 
 
 def clip(model, max_norm):

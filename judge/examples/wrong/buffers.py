@@ -1,29 +1,11 @@
-"""It sends rank 0's parameters, and forgets the buffers.
+"""It sends rank 0's parameters, and forgets the buffers."""
 
-The judge should say: wrong where the forward reads a buffer, and ranks have begun with other values
-of it; right elsewhere."""
-
-import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_
+
+from judge.examples.right.small import after_backward, clip
 
 
 def wrap(module):
     for t in module.parameters():
         dist.broadcast(t.data, src=0)
     return module
-
-
-def after_backward(model):
-    for p in model.parameters():
-        n_users = torch.tensor(int(p.grad is not None))
-        dist.all_reduce(n_users)
-        if n_users > 0:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-
-def clip(model, max_norm):
-    clip_grad_norm_(model.parameters(), max_norm)

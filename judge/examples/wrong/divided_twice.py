@@ -1,29 +1,13 @@
-"""It divides before the sum, and once more after it.
+"""It divides before the sum, and once more after it."""
 
-The judge should say: wrong in the first step, 1/W x as large; right at W = 1."""
-
-import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_
 
-
-def wrap(module):
-    for t in (*module.parameters(), *module.buffers()):
-        dist.broadcast(t.data, src=0)
-    return module
+from judge.examples.right.small import clip, is_used, wrap
 
 
 def after_backward(model):
     for p in model.parameters():
-        n_users = torch.tensor(int(p.grad is not None))
-        dist.all_reduce(n_users)
-        if n_users > 0:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+        if is_used(p):
             p.grad /= dist.get_world_size()
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
-
-
-def clip(model, max_norm):
-    clip_grad_norm_(model.parameters(), max_norm)

@@ -1,27 +1,11 @@
-"""It sends rank 0's gradients to all, in place of the mean.
+"""It sends rank 0's gradients to all, in place of the mean."""
 
-The judge should say: wrong in the first step, as if only rank 0 had sent; right at W = 1."""
-
-import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_
 
-
-def wrap(module):
-    for t in (*module.parameters(), *module.buffers()):
-        dist.broadcast(t.data, src=0)
-    return module
+from judge.examples.right.small import clip, is_used, wrap
 
 
 def after_backward(model):
     for p in model.parameters():
-        n_users = torch.tensor(int(p.grad is not None))
-        dist.all_reduce(n_users)
-        if n_users > 0:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+        if is_used(p):
             dist.broadcast(p.grad, src=0)
-
-
-def clip(model, max_norm):
-    clip_grad_norm_(model.parameters(), max_norm)

@@ -1,29 +1,11 @@
-"""It sends rank 0's buffers, and forgets the parameters.
+"""It sends rank 0's buffers, and forgets the parameters."""
 
-The judge should say: wrong on ranks that have begun with other values, and all ranks' gradients are
-a mean over different models; right where all ranks begin alike."""
-
-import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_
+
+from judge.examples.right.small import after_backward, clip
 
 
 def wrap(module):
     for t in module.buffers():
         dist.broadcast(t.data, src=0)
     return module
-
-
-def after_backward(model):
-    for p in model.parameters():
-        n_users = torch.tensor(int(p.grad is not None))
-        dist.all_reduce(n_users)
-        if n_users > 0:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-
-
-def clip(model, max_norm):
-    clip_grad_norm_(model.parameters(), max_norm)

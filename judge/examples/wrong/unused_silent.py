@@ -1,29 +1,15 @@
-"""It divides by the number of ranks that have used a parameter, in place of W. Nothing hangs.
-
-The judge should say: wrong where ranks use different parameters, by the factor W / users; right
-elsewhere."""
+"""It divides by the number of ranks that have used a parameter, in place of W. Nothing hangs."""
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import clip_grad_norm_
 
-
-def wrap(module):
-    for t in (*module.parameters(), *module.buffers()):
-        dist.broadcast(t.data, src=0)
-    return module
+from judge.examples.right.small import clip, is_used, wrap
 
 
 def after_backward(model):
     for p in model.parameters():
         n_users = torch.tensor(int(p.grad is not None))
         dist.all_reduce(n_users)
-        if n_users > 0:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+        if is_used(p):
             dist.all_reduce(p.grad)
             p.grad /= n_users
-
-
-def clip(model, max_norm):
-    clip_grad_norm_(model.parameters(), max_norm)
