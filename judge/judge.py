@@ -19,6 +19,7 @@ import tempfile
 import textwrap
 import time
 import traceback
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 
@@ -155,6 +156,7 @@ def guarded(folder, seconds, check, *arguments):
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     with open(f"{folder}/{dist.get_rank()}", "w") as file:
         os.dup2(file.fileno(), 2)
+        warnings.simplefilter("ignore")  # as a script would only print them
         faulthandler.enable(file)  # gloo ends a process by a signal
         faulthandler.dump_traceback_later(seconds, file=file)
         try:
@@ -205,7 +207,7 @@ def is_refusal(frames) -> bool:
     innermost = frames[-1]
     if any(part in innermost[0] for part in WRAPPERS):
         return True
-    return is_own(innermost) and source_of(innermost).startswith(("raise", "assert"))
+    return is_own(innermost) and bool(re.search(r"\b(raise|assert)\b", source_of(innermost)))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -283,14 +285,11 @@ class Trial:
             self.note(cell, raised)
         else:
             order = ("wrong", "close", "same bits")
-            # The last of those that are as bad: rank 0 sees less, where all have what it has.
-            worst = min(reversed(answers), key=lambda verdict: (order.index(verdict.outcome),
-                                                                verdict.step))
-            for key, value in vars(worst).items():
+            badness = [(order.index(answer["outcome"]), answer["step"]) for answer in answers]
+            cell.ranks = [rank for rank in range(W) if badness[rank] == min(badness)]
+            # The last of them: rank 0 sees less, where all have what it has.
+            for key, value in answers[cell.ranks[-1]].items():
                 setattr(cell, key, value)
-            for rank, verdict in enumerate(answers):
-                if (verdict.outcome, verdict.step) == (worst.outcome, worst.step):
-                    cell.ranks.append(rank)
         cell.seconds = time.monotonic() - start_s
         if cell.outcome == "hung":
             self.n_hung[name] += 1
@@ -334,8 +333,11 @@ class Trial:
         else:
             is_refused = is_refusal(raised.frames.get(raised.rank, []))
             cell.outcome = "refused" if is_refused else "crashed"
-        is_alone = self.outcome_of(PLAIN, cell.W) in RIGHT
-        if cell.outcome in BAD and cell.property in ("unused", "order") and is_alone:
+        is_left = re.search("Connection (closed|reset) by peer", fact) is not None
+        if is_left:
+            cell.fact = "it waits for a rank that has come to its end"
+        is_alone = self.outcome_of(PLAIN, cell.W) in RIGHT and cell.property in ("unused", "order")
+        if cell.outcome in BAD and (is_left or is_alone):
             cell.mistake, cell.chapter = mistakes.LEFT_OUT
 
     # ---------------------------------------------------------------------------------------------
@@ -407,8 +409,9 @@ def in_words(answers, W, claimed):
 def verdicts_of(trial) -> dict[str, tuple[str, str]]:
     """{property: (the verdict on it, the reason)}"""
     verdicts = {cell.property: verdict_of(trial, cell.property) for cell in trial.cells}
-    for name, _, _ in trial.lines:
-        verdicts.setdefault(name, ("not tried", "a simpler row is not right"))
+    for name, case, needed in trial.lines:
+        reason = trial.reason_not_to_try(name, case, needed, trial.worlds[-1])
+        verdicts.setdefault(name, ("not tried", reason))
     verdicts |= trial.facts
     for name, reason in trial.not_asked.items():
         verdicts[name] = "not asked", reason

@@ -80,11 +80,14 @@ def be_rank(rank, folder):
     optimizer = MAKE_OPTIMIZER
     for step in range(1, N_STEPS):
         BEFORE_FORWARD  #? before
-        mean_loss(model, step).backward()  #? sharded
-        model(inputs(step, rank)).square().mean().backward()  #? not sharded, not micro
-        with ACCUMULATE:  #? micro, not sharded
-            (model(inputs(step, rank)).square().mean() / 2).backward()  #? micro, not sharded
-        (model(inputs(step, W + rank)).square().mean() / 2).backward()  #? micro, not sharded
+        model(inputs(step, rank)).square().mean().backward()  #? not micro
+        with ACCUMULATE:  #? micro
+            (model(inputs(step, rank)).square().mean() / 2).backward()  #? micro
+        (model(inputs(step, W + rank)).square().mean() / 2).backward()  #? micro
+        for p in module.parameters():  #? sharded
+            if p.grad is not None:  #? sharded
+                dist.all_reduce(p.grad)  #? sharded
+                p.grad /= W  #? sharded
         AFTER_BACKWARD  #? after
         CLIP  #? clipped
         optimizer.step()
@@ -154,7 +157,7 @@ def calls(name, functions):
                      optimizer="MAKE_OPTIMIZER(LIST(TRAINED), KIND, OPTIONS)")
     if name == "get_ddp_bucketed":
         words["WRAP"] = f"mine.{name}(module, {BUCKET_MB})"
-    if name == "get_sharded_optimizer":  # each rank takes all data, and so needs no DDP
+    if name == "get_sharded_optimizer":
         words.update(WRAP="module", MAKE_OPTIMIZER=f"mine.{name}(LIST(TRAINED), KIND, OPTIONS)")
     for function, call in given.items():
         word, _, arguments = call.partition("(")
