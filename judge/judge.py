@@ -179,6 +179,7 @@ def frames_of(text: str) -> list[tuple[str, int, str]]:
 
 def source_of(frame) -> str:
     file, line, _ = frame
+    linecache.checkcache(file)
     return linecache.getline(file, line).strip()
 
 

@@ -57,7 +57,7 @@ def measured(file: str, name: str) -> dict:
     sizes = []
 
     def look(*_):
-        sizes.append((live_bytes(wait_s=0.01) - before) / n_parameters)
+        sizes.append((live_bytes(wait_s=0.003) - before) / n_parameters)
 
     for unit in module.layers:
         unit.register_forward_hook(look)

@@ -242,8 +242,9 @@ class Verdict:
 
 
 def judged(file: str, name: str, case: Case) -> dict:
-    """The fields of a Verdict, as a file may have a module of its own that is called judge. The parameters after a step are those of one process, to the bit or as close as fp32 rounds,
-    on every rank."""
+    """The parameters after a step are those of one process, to the bit or as close as fp32 rounds,
+    on every rank. -> the fields of a Verdict: a file may have a judge.py of its own, and then the
+    class could not be sent."""
     mine = interface_of(file, name)
     actual = train(mine, case)
     for right in right_ones(case):

@@ -26,6 +26,11 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def nothing_measured(monkeypatch):
+    monkeypatch.setattr(Trial, "measure", lambda trial: None)
+
+
+@pytest.fixture
 def mine(tmp_path):
     """mine(text): the path of a file with it."""
     def write(text, name="mine.py"):
@@ -53,7 +58,7 @@ NAMES = sorted(path.stem for path in (EXAMPLES / "right").glob("*.py"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_right_ones(name):
+def test_right_ones(name, nothing_measured):
     """At W = 2 all have the bits of one process, in all that they do not refuse."""
     path = EXAMPLES / "right" / f"{name}.py"
     for trial in judge(parsed([str(path), "--worlds", "2", "--leave_out", LEFT_OUT.get(name, "")])):
@@ -127,7 +132,7 @@ def test_all_examples_are_tried():
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_named(name):
+def test_mistakes_are_named(name, nothing_measured):
     """Each where it is, and nowhere else."""
     properties, text, W = MISTAKES[name]
     path = EXAMPLES / "wrong" / f"{name}.py"
