@@ -2,8 +2,8 @@
 
 forward(x) takes one tensor, (3, 5), and returns another one, whose mean square is the loss. x[0, 0]
 is 0, 1 or 2, and differs from rank to rank: by it a module chooses what it uses, where ranks are to
-use different parameters. Each class stands by itself, since a script that shows a fault has the
-text of one. Elements of a ModuleList are what FSDP takes as units.
+use different parameters. Elements of a ModuleList are what FSDP takes as units. A script that shows
+a fault has the text of a class, and of those it derives from: they use nothing else of this file.
 """
 
 import torch
@@ -12,19 +12,44 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Plain(nn.Module):
-    """Four layers. Each gets a gradient on each rank, once in a backward."""
+    """Layers, of which each gets a gradient on each rank, once in a backward."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(5, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
         self.last = nn.Linear(6, 4)
 
+    def order(self, x):
+        return 0, 1, 2
+
     def forward(self, x):
+        order = self.order(x)
         x = self.first(x)
-        for layer in self.layers:
-            x = x + layer(x).tanh()
+        for place in order:
+            x = x + self.layers[place](x).tanh()
         return self.last(x)
+
+
+class Never(Plain):
+    """A layer that no rank uses: its .grad stays None, and so an optimizer does not touch it."""
+
+    def order(self, x):
+        return 0, 2
+
+
+class Sometimes(Plain):
+    """As with experts: some ranks use a layer, and others do not."""
+
+    def order(self, x):
+        return ((0, 1), (1,), (1, 2))[int(x[0, 0])]
+
+
+class Ordered(Plain):
+    """All ranks use all layers, but in different orders. So gradients come in different orders."""
+
+    def order(self, x):
+        return ((0, 1, 2), (2, 1, 0), (1, 0, 2))[int(x[0, 0])]
 
 
 class Frozen(nn.Module):
@@ -59,56 +84,6 @@ class Tied(nn.Module):
         for layer in self.layers:
             x = x + layer(x).tanh()
         return self.head(x)
-
-
-class Never(nn.Module):
-    """A layer that no rank uses: its .grad stays None, and so an optimizer does not touch it."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.last = nn.Linear(6, 4)
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in (self.layers[0], self.layers[2]):
-            x = x + layer(x).tanh()
-        return self.last(x)
-
-
-class Sometimes(nn.Module):
-    """As with experts: some ranks use a layer, and others do not."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.last = nn.Linear(6, 4)
-
-    def forward(self, x):
-        used = ((0, 1), (1,), (1, 2))[int(x[0, 0])]
-        x = self.first(x)
-        for place in used:
-            x = x + self.layers[place](x).tanh()
-        return self.last(x)
-
-
-class Ordered(nn.Module):
-    """All ranks use all layers, but in different orders. So gradients come in different orders."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(5, 6)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.last = nn.Linear(6, 4)
-
-    def forward(self, x):
-        order = ((0, 1, 2), (2, 1, 0), (1, 0, 2))[int(x[0, 0])]
-        x = self.first(x)
-        for place in order:
-            x = x + self.layers[place](x).tanh()
-        return self.last(x)
 
 
 class Buffers(nn.Module):

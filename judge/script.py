@@ -126,7 +126,7 @@ def write_script(file, name, functions, cell, case):
         FAULT=str(cell), NAME=path.name, FILE=pathlib.Path(file).name,
         FOLDERS=str([os.path.relpath(place) for place in dict.fromkeys([folder, top])]),
         MODULE=repr(".".join([*package, pathlib.Path(file).stem])), N_RANKS=str(cell.W),
-        CLASS_TEXT=inspect.getsource(case.module), CLASS=case.module.__name__,
+        CLASS_TEXT=text_of(case.module), CLASS=case.module.__name__,
         N_BATCHES="W" if case.micro_steps == 1 else f"{case.micro_steps} * W",
         N_STEPS=str((cell.step if cell.tensor else LOOKS[-1]) + 1), OPTIONS=options,
         HALF_LR=str(LR / 2), LIST="in_groups" if case.loop == "groups" else "list",
@@ -138,6 +138,12 @@ def write_script(file, name, functions, cell, case):
     flags[case.loop] = True
     path.write_text(filled(words, flags))
     return path.name
+
+
+def text_of(module):
+    """Of its class, and before it of those of modules.py that it derives from."""
+    classes = [each for each in module.__mro__ if each.__module__ == module.__module__]
+    return "\n\n".join(inspect.getsource(each) for each in reversed(classes))
 
 
 def calls(name, functions):

@@ -90,24 +90,17 @@ def test_others_come_close(name):
 ALL = None  # it is the mean that is wrong
 MISTAKES = {
     "not_divided": (ALL, "step 1, ranks 0, 1, first.weight: its gradient is 2 x expected: not", 2),
-    "divided_twice": (ALL, "is 0.5 x expected: divided twice by the number of ranks", 2),
     "divided_by_two": (ALL, "is 1.5 x expected: divided by 2, and not by the number of", 3),
-    "divided_by_micro_steps": ({"accumulation"}, "divided by the number of micro-steps, as", 3),
     "last_micro_step_only": ({"accumulation"}, "the last micro-step alone", 2),
     "summed_again": ({"accumulation"}, "was summed again, so it counts W times", 2),
     "unequal_start": ({"start"}, "rank 1, first.weight: it is not rank 0's before the first", 2),
-    "frozen_start": ({"start"}, "layers.0.weight: it is not rank 0's before the first step", 2),
     "buffers": ({"buffers"}, "ranks have other buffers: wrap has to send", 2),
-    "state_dict": ({"buffers"}, "ranks have other buffers: wrap has to send", 2),
     "frozen_hooked": ({"frozen", "unused", "order"}, "cannot register a hook on a tensor that", 2),
-    "nothing_sent": (ALL, "a rank's own gradients alone: nothing was sent", 2),
-    "first_rank_only": (ALL, "without the gradients of rank 1", 2),
     "race": (ALL, "its gradient", 2),
     "sixteen_bits": (ALL, "% off: rounded to 16 bits on its way?", 2),
     "tied_twice": ({"tied"}, "embedding.weight: its gradient is 2 x expected: it has two names", 2),
     "tied_broken": ({"tied"}, "it has two names in the module", 2),
     "unused": ({"unused"}, "all have to start the same collectives, in one order", 2),
-    "unused_silent": ({"unused"}, "not all ranks have used it", 2),
     "zeros": ({"unused"}, "no rank has used it, so its .grad should be None", 2),
     "flat_of_those_used": ({"unused"}, "all have to start the same collectives", 2),
     "bucket_never_sent": ({"unused"}, "a rank's own gradients alone", 2),
@@ -116,10 +109,7 @@ MISTAKES = {
     "rows_lost": (ALL, "last.weight: its gradient has norm", 3),
     "prescaled": ({"reused"}, "first.weight: its gradient is 0.5 x expected: divided twice", 2),
     "own_norm": ({"clipping"}, "right without clipping, so it is clipped by another norm", 2),
-    "own_norm_of_shard": ({"clipping"}, "right without clipping, so it is clipped by another", 2),
-    "late": (ALL, "gathered after steps 1 and 2, and not after step 3", 2),
     "validation": ({"validation"}, "right without a forward under torch.no_grad()", 2),
-    "weights_averaged": ({"optimizer", "unused"}, "layers.2.weight", 2),
     "schedule": ({"optimizer"}, "a new one in optimizer.param_groups has to reach", 2),
     "groups": ({"groups"}, "each group of parameters has options of its own", 2),
     "owns_nothing": ({"shapes", "groups"}, "optimizer got an empty parameter list", 2),
@@ -135,7 +125,10 @@ def test_all_examples_are_tried():
 def test_mistakes_are_named(name, nothing_measured):
     """Each where it is, and nowhere else."""
     properties, text, W = MISTAKES[name]
-    path = EXAMPLES / "wrong" / f"{name}.py"
+    check(EXAMPLES / "wrong" / f"{name}.py", properties, text, W)
+
+
+def check(path, properties, text, W):
     [trial] = judge(parsed([str(path), "--worlds", str(W), "--seconds", "4"]))
     assert trial.verdict == "wrong" and text in str(trial.first_fault), trial.first_fault
     verdicts = {each: verdict for each, (verdict, _) in verdicts_of(trial).items()}
@@ -145,6 +138,33 @@ def test_mistakes_are_named(name, nothing_measured):
         assert "as mean" in verdicts.values() and verdicts["optimizer"] == "not tried"
     else:
         assert bad == properties, verdicts
+
+
+START_OF_SMALL = "(*module.parameters(), *module.buffers())"
+SUM = "dist.all_reduce(p.grad)\n            "
+DIVIDE = "p.grad /= dist.get_world_size()"
+CHANGES = [  # (a right file, a change that is a mistake, what is not right, the first fault)
+    ("small", {SUM: f"{DIVIDE}\n            {SUM}"}, ALL, "divided twice by the number of ranks"),
+    ("small", {SUM + DIVIDE: "dist.broadcast(p.grad, src=0)"}, ALL, "without the gradients of"),
+    ("small", {"if is_used(p)": "if False"}, ALL, "a rank's own gradients alone: nothing was sent"),
+    ("small", {START_OF_SMALL: "module.state_dict().values()"}, {"buffers"}, "ranks have other"),
+    ("small", {START_OF_SMALL: "(p for p in module.parameters() if p.requires_grad)"},
+     {"start", "buffers"}, "layers.0.weight: it is not rank 0's before the first step"),
+    ("small", {DIVIDE: "p.grad /= p.n_users", "    return": "    p.n_users = n_users\n    return"},
+     {"unused"}, "its gradient is 2 x expected: not all ranks have used it"),
+    ("owners", {"        self.send_updated()\n        return": "        return"}, ALL,
+     "gathered after steps 1 and 2, and not after step 3"),
+    ("owners", {"clip_grad_norm_(model.parameters()": "clip_grad_norm_(trained(model)"},
+     {"clipping"}, "right without clipping, so it is clipped by another norm than that of all")]
+
+
+@pytest.mark.parametrize("name, change, properties, text", CHANGES)
+def test_changes_are_named(name, change, properties, text, mine, nothing_measured):
+    code = (EXAMPLES / "right" / f"{name}.py").read_text()
+    for old, new in change.items():
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    check(mine(code), properties, text, 2)
 
 
 @pytest.mark.parametrize("numbers, fact", [
@@ -186,6 +206,30 @@ def optimizer(parameters, kind, **options):
             super().step()
     return Forgets(parameters, **options)
 """
+AVERAGES_WEIGHTS = """
+def after_backward(model):
+    pass
+def optimizer(parameters, kind, **options):
+    class Averages(kind):
+        def step(self):
+            super().step()
+            for p in parameters:
+                dist.all_reduce(p.data)
+                p.data /= dist.get_world_size()
+    return Averages(parameters, **options)
+"""
+COUNTS_MICRO_STEPS = """
+import contextlib
+average = after_backward
+@contextlib.contextmanager
+def accumulate(model):
+    yield
+    model.n = 2
+def after_backward(model):
+    average(model)
+    for p in model.parameters():
+        p.grad /= vars(model).get("n", 1)
+"""
 FROZEN_MOVES = """
 average = after_backward
 def after_backward(model):
@@ -204,6 +248,9 @@ AFTER = "def after_backward(model):\n    import os, time\n    {}\n"
 @pytest.mark.parametrize("more, case, outcome, fact", [
     (FORGETS, PLAIN, "wrong", "step 2, ranks 0, 1, first.weight: its gradient has norm"),
     (FORGETS, PLAIN, "wrong", "the optimizer has lost its momentum"),
+    (AVERAGES_WEIGHTS, PLAIN, "close", "largest difference"),
+    (AVERAGES_WEIGHTS, Case(modules.Plain, optimizer="AdamW"), "wrong", "right with SGD: is its"),
+    (COUNTS_MICRO_STEPS, TWO_STEPS, "wrong", "or divided by the number of micro-steps, as the"),
     (FROZEN_MOVES, Case(modules.Frozen), "wrong", "layers.0.weight: it is frozen, and has moved"),
     (ELSEWHERE, PLAIN, "wrong", "it has not moved: does the optimizer get it"),
     (AFTER.format("for p in model.parameters(): p.grad *= float('nan')"), PLAIN, "wrong",
@@ -369,14 +416,13 @@ def written(name, case):
 
 @pytest.mark.parametrize("name, case", [
     ("not_divided", PLAIN), ("tied_twice", Case(modules.Tied)), ("prescaled", Case(modules.Reused)),
-    ("summed_again", TWO_STEPS), ("late", PLAIN), ("zero_grad_of_shard", PLAIN),
+    ("summed_again", TWO_STEPS), ("zero_grad_of_shard", PLAIN), ("zeros", Case(modules.Never)),
     ("unequal_start", Case(modules.Plain, other="parameters")),
     ("buffers", Case(modules.Buffers, other="buffers")),
     ("own_norm", Case(modules.Plain, loop="clipped")),
     ("validation", Case(modules.Plain, loop="validated")),
     ("schedule", Case(modules.Plain, loop="scheduled")),
-    ("groups", Case(modules.Plain, loop="groups")),
-    ("weights_averaged", Case(modules.Plain, optimizer="AdamW"))])
+    ("groups", Case(modules.Plain, loop="groups"))])
 def test_the_script_shows_the_fault(name, case, tmp_path):
     """By torch and the file alone."""
     script = tmp_path / written(name, case)
