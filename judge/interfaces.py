@@ -135,27 +135,25 @@ def own(functions):
 
 def cs336(functions):
     """Those of Stanford's CS336, assignment 2, as its tests/adapters.py has had them since 2024."""
-    of_ddp = dict(not_asked=dict(clipping="assignment 2 has no function that clips"))
+    not_asked = dict.fromkeys(("accumulation", "clipping", "unused", "order"),
+                              "assignment 2 does not ask for it")
     for name in ("ddp", "ddp_individual_parameters", "ddp_bucketed", "fsdp"):
         wrap = functions.get(f"get_{name}")
-        if wrap is None:
-            continue
-        after_backward = functions.get(f"{name}_on_after_backward", nothing)
-        before_forward = functions.get(f"{name}_on_train_batch_start", nothing)
-        options = dict(of_ddp)
-        if name == "ddp_bucketed":
-            options.update(wrap=lambda module, wrap=wrap: wrap(module, BUCKET_MB))
-        else:
-            options.update(wrap=wrap)
-        yield Interface(f"get_{name}", before_forward=before_forward,
-                        after_backward=after_backward,
-                        whole=functions.get(f"{name}_gather_full_params"), **options)
+        if wrap is not None:
+            yield Interface(f"get_{name}", wrap if name != "ddp_bucketed" else in_buckets(wrap),
+                            before_forward=functions.get(f"{name}_on_train_batch_start", nothing),
+                            after_backward=functions.get(f"{name}_on_after_backward", nothing),
+                            whole=functions.get(f"{name}_gather_full_params"),
+                            not_asked=not_asked)
     if "get_sharded_optimizer" in functions:
-        given = "it is the judge's, as this is an optimizer"
-        not_asked = dict(of_ddp["not_asked"], start=given, buffers=given, overlap=given)
-        yield Interface("get_sharded_optimizer", wrap_plainly,
-                        after_backward=average, optimizer=functions["get_sharded_optimizer"],
-                        not_asked=not_asked)
+        ours = dict.fromkeys(("accumulation", "start", "buffers", "unused", "order", "overlap"),
+                             "it is an optimizer: the rest is the judge's")
+        yield Interface("get_sharded_optimizer", wrap_plainly, after_backward=average,
+                        optimizer=functions["get_sharded_optimizer"], not_asked=not_asked | ours)
+
+
+def in_buckets(get_ddp_bucketed):
+    return lambda module: get_ddp_bucketed(module, BUCKET_MB)
 
 
 def wrap_plainly(module):
@@ -165,13 +163,9 @@ def wrap_plainly(module):
 
 
 def average(model, optimizer):
-    """The smallest one that is right for all modules: an optimizer is judged behind it."""
+    """An optimizer is judged behind it. All ranks use the same parameters there."""
     for p in model.parameters():
-        n_users = torch.tensor(int(p.grad is not None))
-        dist.all_reduce(n_users)
-        if n_users > 0:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+        if p.grad is not None:
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
 

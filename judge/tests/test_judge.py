@@ -1,7 +1,9 @@
 """The judge: what it says of right files, of the mistakes that people make, and of bad files."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -51,7 +53,7 @@ def cell_of(path, case, W, name="wrap"):
 # files that are right
 
 UNITS = "unused,order"  # all ranks have to use all units, in one order
-LEFT_OUT = {"book_zero3": UNITS, "torch_fsdp2": UNITS, "cs336": UNITS, "dropin_zero3": "order"}
+LEFT_OUT = {"book_zero3": UNITS, "torch_fsdp2": UNITS, "dropin_zero3": "order"}
 REFUSED = {"book_ddp": {"unused"}, "book_zero1": {"unused"}, "book_zero2": {"unused"},
            "book_zero3": {"shapes"}, "torch_fsdp2": {"shapes"}, "get_fsdp": {"shapes"}}
 NAMES = sorted(path.stem for path in (EXAMPLES / "right").glob("*.py"))
@@ -536,7 +538,7 @@ def fsdp_on_after_backward(fsdp_model, optimizer):
         if is_ours(layer):
             layer.weight.grad *= 2
 """, "tests/adapters.py")
-    trials = judge(parsed([str(path), "--worlds", "2", "--leave_out", "unused,order"]))
+    trials = judge(parsed([str(path), "--worlds", "2"]))
     assert [trial.name for trial in trials] == ["get_ddp_bucketed", "get_fsdp"]
     assert [trial.verdict for trial in trials] == ["right", "wrong"]
     assert verdicts_of(trials[0])["cs336_basics"][0] == "right"
@@ -561,3 +563,24 @@ def test_the_page_has_all_properties():
     rows = README.partition("| property | right if |")[2].partition("\n\n")[0]
     named = re.findall(r"^\| ([^|]*) \|", rows, re.M)
     assert {name for row in named for name in row.split(", ")} == asked
+
+
+def test_the_workflow(mine, tmp_path):
+    """Its steps, as bash runs them, with the files that it names beside the assignment."""
+    yaml = pytest.importorskip("yaml", reason="pip install pyyaml")
+    text = (ROOT / "judge" / "workflow.yml").read_text()
+    steps = yaml.safe_load(text)["jobs"]["judge"]["steps"]
+    [judges, comments] = [step["run"] for step in steps if step.get("shell") == "bash"]
+    names = re.search(r"a copy of (.*?) and judge/", text.replace("\n#", ""))[1].split(", ")
+    (tmp_path / "nanozero").mkdir()
+    for name in [*names, "judge"]:
+        copy = shutil.copytree if name == "judge" else shutil.copy
+        copy(ROOT / name, tmp_path / "nanozero" / name)
+    mine(SMALL.replace("p.grad /=", "p.grad /= 2 *"))
+    environment = dict(os.environ, FILE="mine.py --worlds 2", GITHUB_STEP_SUMMARY="summary.md")
+    statuses = [subprocess.run(["bash", "-e", "-c", step], env=environment).returncode
+                for step in (judges.replace('"$FILE"', "$FILE"), comments)]
+    assert statuses == [1, 0]  # a pull request with a mistake fails, and has its table
+    comment = (tmp_path / "comment.md").read_text()
+    assert "wrap is WRONG" in comment and comment == (tmp_path / "summary.md").read_text()
+    assert (tmp_path / "report.json").is_file() and (tmp_path / "mine_fault.py").is_file()
