@@ -12,10 +12,11 @@ import torch
 
 from judge import mistakes, modules
 from judge.interfaces import look_at
-from judge.judge import (BAD, CannotJudge, judge, LINES, MEASURED, OF_CS336, parsed, PLAIN,
-                         run_guarded, Trial, TWO_STEPS, verdicts_of)
+from judge.judge import judge, parsed, verdicts_of
+from judge.ranks import run_guarded
 from judge.script import write_script
 from judge.training import Case
+from judge.trial import BAD, CannotJudge, LINES, MEASURED, OF_CS336, PLAIN, Trial, TWO_STEPS
 from tests.common import ROOT
 
 EXAMPLES = ROOT / "judge" / "examples"
