@@ -153,7 +153,8 @@ CHANGES = [  # (a right file, a change that is a mistake, what is not right, the
     ("small", {START_OF_SMALL: "module.state_dict().values()"}, {"buffers"}, "ranks have other"),
     ("small", {START_OF_SMALL: "(p for p in module.parameters() if p.requires_grad)"},
      {"start", "buffers"}, "layers.0.weight: it is not rank 0's before the first step"),
-    ("small", {DIVIDE: "p.grad /= p.n_users", "    return": "    p.n_users = n_users\n    return"},
+    ("small", {DIVIDE: "p.grad /= p.n_users", "dist.all_reduce(n_users)":
+               "dist.all_reduce(n_users)\n    p.n_users = n_users"},
      {"unused"}, "its gradient is 2 x expected: not all ranks have used it"),
     ("owners", {"        self.send_updated()\n        return": "        return"}, ALL,
      "gathered after steps 1 and 2, and not after step 3"),
