@@ -58,17 +58,22 @@ def verdict_of(trial, name):
     right = [cell for cell in cells if cell.outcome in RIGHT]
     if not right:
         return "not tried", cells[-1].fact
-    close = [cell for cell in right if cell.outcome == "close"]
-    if close:
-        return "right", f"{len(right) - len(close)} cells have the bits, {len(close)} are close"
-    return "right", f"all of {len(right)} cells have the bits"
+    n_close = sum(cell.outcome == "close" for cell in right)
+    return "right", f"bits in {len(right) - n_close}" + (f", close in {n_close}" if n_close else "")
 
 
 def print_report(trial, verdicts, script):
     first = trial.first_fault
+    for name, (verdict, reason) in trial.facts.items():
+        if first is None and verdict == "wrong":  # it does more than --stage allows
+            print_wrapped("\nThe first fault\n\n  ", f"{name}: {reason}")
+            break
     if first is not None:
         print("\nThe first fault\n")
         print_wrapped("  ", str(first))
+        if len(first.tensors) > 1:
+            more = f" and {len(first.tensors) - 5} more" if len(first.tensors) > 5 else ""
+            print_wrapped("  Wrong are ", ", ".join(first.tensors[:5]) + more)
         for line in first.lines:
             print(f"    {line}")
         if script is not None:

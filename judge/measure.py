@@ -72,8 +72,9 @@ def measured(file: str, name: str) -> dict:
         sent = []
         try:
             with messages() as sent, waits() as waited:
-                watch = module.layers[0].register_full_backward_pre_hook(
-                    lambda *_: facts.update(started=len(sent), waited=len(waited)))
+                if micro_steps == 1:
+                    watch = module.layers[0].register_full_backward_pre_hook(
+                        lambda *_: facts.update(started=len(sent), waited=len(waited)))
                 backwards(mine, model, optimizer, lambda _: model(x), micro_steps)
                 watch.remove()
                 look()
@@ -118,8 +119,11 @@ def live_bytes(wait_s=0.05):
         for t in gc.get_objects():
             is_tensor = issubclass(type(t), torch.Tensor) and not is_traceable_wrapper_subclass(t)
             if is_tensor and t.device.type == kind:
-                storage = t.untyped_storage()
-                storages[storage._cdata] = storage.nbytes()
+                # A .grad that nobody in Python has asked for is no object yet.
+                for each in (t, t.grad if t.is_leaf else None):
+                    if each is not None:
+                        storage = each.untyped_storage()
+                        storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 

@@ -35,17 +35,20 @@ CLIPPING = Mistake("right without clipping, so it is clipped by another norm tha
                    "gradients, such as that of a rank's own, or of its shards", STAGES)
 VALIDATION = Mistake("right without a forward under torch.no_grad() between steps: does it leave "
                      "something behind?", SCRIPTS)
-LATE = Mistake("parameters were gathered after steps 1 and 2, and not after step 3: does that do "
-               "what should have been done before the next forward?", STAGES)
+LATE = Mistake("whole parameters were asked for after steps 1 and 2, and not after step 3: does "
+               "that do what should have been done before the next forward?", STAGES)
 MOMENTUM = Mistake("the optimizer has lost its momentum: its state has to stay from step to step",
                    STAGES)
-NOT_ZEROED = Mistake("the gradient of the step before is added to it: not zeroed?", BACKWARD)
+NOT_ZEROED = Mistake("the gradient of the step before is added to it: not zeroed, or left in a "
+                     "bucket?", BACKWARD)
+PLACES = Mistake("the right values in wrong places: flattened in another order, or taken from "
+                 "other offsets?", BACKWARD)
 TIED = Mistake("it has two names in the module: reduced, or divided, once for each of them?",
                BACKWARD)
 UNUSED = Mistake("not all ranks have used it: if one has, a rank whose .grad is None has to take "
                  "part with zeros, and all divide by the number of ranks", BACKWARD)
-LEFT_OUT = Mistake("other ranks wait for one that does not take part: all have to start the same "
-                   "collectives, in one order, also where a .grad is None", BACKWARD)
+LEFT_OUT = Mistake("ranks start other collectives: all have to start the same ones, in one order, "
+                   "also where a .grad is None", BACKWARD)
 NOT_DIVIDED = Mistake("not divided by the number of ranks", IDEA)
 TWICE = Mistake("divided twice by the number of ranks", IDEA)
 NOT_BY_STEPS = Mistake("not divided by the number of micro-steps", BACKWARD)
@@ -106,7 +109,7 @@ class WrongStep:
             fact = f"its gradient is {factor:.3g} x expected"
         else:
             ratio = actual.norm() / expected.norm()
-            fact = f"its gradient has norm {ratio:.3g} x expected, and is no multiple of it"
+            fact = f"its gradient is {ratio:.3g} x as long as expected, and points elsewhere"
         return fact, self.mistake(actual, expected)
 
     def mistake(self, actual, expected):
@@ -114,6 +117,8 @@ class WrongStep:
             return NOT_ZEROED
         if self.momentum is not None and is_alike(actual + self.momentum, expected):
             return MOMENTUM
+        if is_alike(actual.sort().values, expected.sort().values):
+            return PLACES
         if len(self.found) < len(trained_names(self.module)):  # others are right
             if all(name in tied_names(self.module) for name in self.found):
                 return TIED
@@ -181,7 +186,7 @@ def mistake_of(numbers: Tensor, rank: int) -> Mistake:
 
     def are(t, right):
         right = torch.as_tensor(right, dtype=t.dtype).expand_as(t)
-        return torch.allclose(t, right, rtol=0.02, atol=0.02)
+        return torch.allclose(t, right, rtol=0.02, atol=0.02 * numbers.abs().max().item())
 
     factors = {NOT_DIVIDED: W, TWICE: 1 / W, NOT_BY_STEPS: micro_steps, BY_STEPS: 1 / micro_steps}
     alike = [each for each, factor in factors.items() if factor != 1 and are(numbers, factor)]

@@ -102,7 +102,7 @@ def source_of(frame) -> str:
 
 def is_own(frame) -> bool:
     """Neither of Python, nor of a package, nor of the judge."""
-    path = pathlib.Path(frame[0])
+    path = pathlib.Path(frame[0]).resolve()
     is_of_judge = path.parent == ROOT / "judge" or path == ROOT / "verify.py"
     is_of_python = path.is_relative_to(sys.base_prefix) and not path.is_relative_to(ROOT)
     return path.is_file() and "site-packages" not in path.parts and not (is_of_judge or

@@ -118,7 +118,8 @@ def write_script(file, name, functions, cell, case):
         return None
     top, package = package_of(file)
     folder = pathlib.Path(file).resolve().parent
-    tensor = cell.tensor or next(name for name, _ in case.module().named_parameters())
+    names = cell.tensors or [name for name, _ in case.module().named_parameters()]
+    tensor = names[0]
     options = f"lr={LR}, weight_decay={DECAY}, foreach=False"
     if case.optimizer == "SGD":
         options += f", momentum={MOMENTUM}"
@@ -128,7 +129,7 @@ def write_script(file, name, functions, cell, case):
         MODULE=repr(".".join([*package, pathlib.Path(file).stem])), N_RANKS=str(cell.W),
         CLASS_TEXT=text_of(case.module), CLASS=case.module.__name__,
         N_BATCHES="W" if case.micro_steps == 1 else f"{case.micro_steps} * W",
-        N_STEPS=str((cell.step if cell.tensor else LOOKS[-1]) + 1), OPTIONS=options,
+        N_STEPS=str((cell.step if cell.tensors else LOOKS[-1]) + 1), OPTIONS=options,
         HALF_LR=str(LR / 2), LIST="in_groups" if case.loop == "groups" else "list",
         KIND=f"torch.optim.{case.optimizer}", MAX_NORM=str(MAX_NORM), OTHER=case.other,
         TENSOR=repr(tensor), TENSOR_NAME=tensor, **calls(name, functions))

@@ -236,7 +236,7 @@ class Verdict:
     outcome: str  # "same bits", "close" or "wrong"
     fact: str = ""  # how far it is
     step: int = 0  # the first one after which something is wrong
-    tensor: str = ""  # the first one that is
+    tensors: list = dataclasses.field(default_factory=list)  # those that are
     mistake: str = ""  # what that looks like, or nothing if it looks like none
     chapter: str = ""  # of the course
 
@@ -261,8 +261,9 @@ def judged(file: str, name: str, case: Case) -> dict:
             if not is_close:
                 wrong.append(name)
         if wrong:
-            fact, mistake = wrong_step(case, step, right, actual[step], wrong)
-            return vars(Verdict("wrong", fact, step, wrong[0], *mistake))
+            fact, mistake = wrong_step(case, step, right, actual[step], wrong,
+                                       is_gathered=mine.whole is not None)
+            return vars(Verdict("wrong", fact, step, wrong, *mistake))
     return vars(Verdict("close", f"the largest difference is {largest:.2g} x fp32's rounding"))
 
 
@@ -295,9 +296,9 @@ def how_close(actual, right, moved):
     return difference / rounding, difference <= 1e-4 * moved.abs().max().item() + 4 * rounding
 
 
-def wrong_step(case, step, right, after, wrong):
+def wrong_step(case, step, right, after, wrong, is_gathered):
     """-> (how far it is, the mistake). right: as of `reference`; after: {name: parameter} after
-    this step, as they are; wrong: names."""
+    this step, as they are; wrong: names; is_gathered: whether somebody's function has done it."""
     special = case.loop or case.other or case.optimizer
     to_blame = mistakes.TO_BLAME.get(special)
     if step == 0:
@@ -341,7 +342,7 @@ def wrong_step(case, step, right, after, wrong):
         momentum=momentum(right, step, first).flatten().cpu() if step > 1 else None)
     fact, mistake = step_of_rank.look()
     if step == LOOKS[-1]:  # of the step before it nothing is known
-        mistake = mistakes.LATE
+        mistake = mistakes.LATE if is_gathered else mistakes.UNKNOWN
     return fact, to_blame or mistake
 
 

@@ -9,8 +9,8 @@ import time
 from collections import Counter
 
 from judge import mistakes, modules
-from judge.measure import (formula_of_bytes, formula_of_traffic, measured, MICRO_STEPS, PAPER,
-                           stage_of)
+from judge.measure import (formula_of_bytes, formula_of_traffic, measured, MICRO_STEPS, N_UNITS,
+                           PAPER, stage_of)
 from judge.ranks import in_lines, is_refusal, Raised, run_guarded
 from judge.training import Case, judged
 
@@ -62,17 +62,17 @@ class Cell:
     chapter: str = ""
     step: int = 0
     ranks: list[int] = dataclasses.field(default_factory=list)
-    tensor: str = ""
+    tensors: list[str] = dataclasses.field(default_factory=list)
     lines: list[str] = dataclasses.field(default_factory=list)  # of the file: where it was
     seconds: float = 0
 
     def __str__(self):
         """What is wrong, in a line."""
         parts = [f"{self.case}, W={self.W}"]
-        if self.step or self.tensor:
+        if self.tensors:
             ranks = ", ".join(map(str, self.ranks))
             parts.append(f"step {self.step}, rank{'s' * (len(self.ranks) > 1)} {ranks}, "
-                         f"{self.tensor}")
+                         f"{self.tensors[0]}")
         parts += [part for part in (self.fact, self.mistake) if part]
         return ": ".join(parts)
 
@@ -257,8 +257,8 @@ def in_words(answers, W, claimed):
     facts["sent"] = verdict, text
     started = min(answer["started"] for answer in answers)
     waited = min(answer["waited"] for answer in answers)
+    is_overlapped = "yes" if started > waited else "no"
     facts["overlap"] = "measured", (
-        f"W={W}: " + ("yes" if started > waited else "no") +
-        f": when a backward comes to the last of 8 layers, {started} collectives have begun, and "
-        f"{waited} were waited for")
+        f"W={W}: {is_overlapped}: when a backward comes to the last of {N_UNITS} layers, {started} "
+        f"collectives have begun, and {waited} of them were waited for")
     return facts
