@@ -6,6 +6,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import signal
@@ -21,7 +22,7 @@ from judge.interfaces import look_at
 from judge.measure import PAPER
 from judge.ranks import Raised, run_guarded
 from judge.script import write_script
-from judge.trial import BAD, BASE, CannotJudge, LINES, PLAIN, RIGHT, Trial
+from judge.trial import BAD, BASE, CannotJudge, LINES, OF_CS336, PLAIN, RIGHT, Trial
 
 LONGEST_S = 20  # a collective that waits longer raises, and does not hang
 
@@ -64,10 +65,10 @@ def verdict_of(trial, name):
 
 def print_report(trial, verdicts, script):
     first = trial.first_fault
-    for name, (verdict, reason) in trial.facts.items():
-        if first is None and verdict == "wrong":  # it does more than --stage allows
-            print_wrapped("\nThe first fault\n\n  ", f"{name}: {reason}")
-            break
+    if first is None and trial.misses_its_stage:
+        name = next(name for name, (verdict, _) in trial.facts.items() if verdict != "right")
+        print("\nThe first fault\n")
+        print_wrapped("  ", f"{name}: {verdicts[name][1]}")
     if first is not None:
         print("\nThe first fault\n")
         print_wrapped("  ", str(first))
@@ -87,6 +88,8 @@ def print_report(trial, verdicts, script):
     counts = ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
     print(f"\n{trial.name} is {trial.verdict.upper()}: of {len(verdicts)} properties {counts}. "
           f"{trial.seconds:.0f} s")
+    if trial.why_not_judged:
+        print_wrapped("  ", trial.why_not_judged)
 
 
 def print_wrapped(begin, text):
@@ -98,6 +101,7 @@ def as_data(trial, verdicts, script):
     """What --json writes of an interface."""
     first = trial.first_fault
     return dict(interface=trial.name, verdict=trial.verdict, seconds=round(trial.seconds, 1),
+                why_not_judged=trial.why_not_judged,
                 properties={name: dict(verdict=verdict, reason=reason)
                             for name, (verdict, reason) in verdicts.items()},
                 first_fault=None if first is None else dataclasses.asdict(first), script=script,
@@ -109,7 +113,8 @@ def as_data(trial, verdicts, script):
 
 
 def parsed(words):
-    parser = argparse.ArgumentParser(prog="judge", description="Is your data parallelism right?")
+    parser = argparse.ArgumentParser(prog="python -m judge",
+                                     description="Is your data parallelism right?")
     parser.add_argument("file", metavar="mine.py", help="see judge/README.md for what it has")
     parser.add_argument("--quick", action="store_true", help="two and three ranks alone")
     parser.add_argument("--worlds", metavar="W,W", default="", help="numbers of ranks [1,2,3,4]")
@@ -122,14 +127,22 @@ def parsed(words):
     parser.add_argument("--device", metavar="KIND", default="cpu",
                         help="cpu, or an accelerator, such as cuda: ranks share it [cpu]")
     options = parser.parse_args(words)
+    if options.quick and options.worlds:
+        parser.error("--quick and --worlds: choose one")
+    if options.json is not None:
+        try:
+            open(options.json, "a").close()
+        except OSError as error:
+            parser.error(f"--json {options.json}: {error.strerror}")
     worlds = options.worlds or ("2,3" if options.quick else "1,2,3,4")
     if not re.fullmatch(r"[1-9](,[1-9])*", worlds):
         parser.error(f"--worlds {worlds}: numbers from 1 to 9, such as 2,3")
     options.worlds = sorted(set(map(int, worlds.split(","))))
-    known = {name for name, _, _ in LINES}
-    for name in options.leave_out.split(",") if options.leave_out else []:
-        if name not in known - {"mean"}:
-            parser.error(f"--leave_out {name}: choose from {', '.join(sorted(known - {'mean'}))}")
+    options.leave_out = [name.strip() for name in options.leave_out.split(",") if name.strip()]
+    known = {name for name, _, _ in (*LINES, OF_CS336)} - {"mean"}
+    for name in options.leave_out:
+        if name not in known:
+            parser.error(f"--leave_out {name}: choose from {', '.join(sorted(known))}")
     if not 2 <= options.seconds <= LONGEST_S:
         parser.error(f"--seconds {options.seconds}: from 2 to {LONGEST_S}")
     kinds = ["cpu"]
@@ -143,16 +156,20 @@ def parsed(words):
 
 def main(words=None) -> int:
     """0: all that is asked is right; 1: something is wrong; 2: the file cannot be judged."""
-    options = parsed(words)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))  # ranks end, too
+    sys.stdout.reconfigure(errors="backslashreplace")
+    options = parsed(words)
     try:
         trials = judge(options)
     except CannotJudge as reason:
         print(f"judge: {options.file}: {reason}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     verdicts = {trial.verdict for trial in trials}
-    return 1 if "wrong" in verdicts else 2 if "refused" in verdicts else 0
+    return 1 if "wrong" in verdicts else 0 if verdicts == {"right"} else 2
 
 
 def judge(options) -> list[Trial]:
@@ -161,34 +178,45 @@ def judge(options) -> list[Trial]:
     print("Each row runs in processes of its own, with a limit of time and memory. This is no "
           "sandbox: a file can do what you can do.")
     try:
-        [look] = run_guarded(options, 1, LONGEST_S, look_at, options.file)
+        [(found, has_cs336)] = run_guarded(options, 1, LONGEST_S, look_at, options.file)
     except Raised as raised:
-        where = f" ({raised.own_lines[-1]})" if raised.own_lines else ""
-        raise CannotJudge(raised.fact.removeprefix("BadFile: ") + where) from None
-    found, has_cs336, first_line = look
-    if first_line:
-        print(f"What the file prints is not shown, such as: {first_line}")
+        where = "".join(f" ({line})" for line in raised.lines.get(0, [])[-1:])
+        raise CannotJudge(raised.fact + where) from None
     report = []
     trials = []
-    for name, is_written, not_asked, functions in found:
-        if not is_written:
-            print(f"\n{name} is not written: it raises NotImplementedError")
+    for interface in found:
+        if not interface.is_written:
+            print(f"\n{interface.name} is not written: it raises NotImplementedError")
+            report.append(dict(interface=interface.name, verdict="not written"))
             continue
-        left_out = [each for each in options.leave_out.split(",") if each]
-        not_asked |= dict.fromkeys(left_out, "left out")
-        trial = Trial(options, name, not_asked, has_cs336)
+        not_asked = interface.not_asked | dict.fromkeys(options.leave_out, "left out")
+        trial = Trial(options, interface.name, not_asked, has_cs336)
         trials.append(trial)
         trial.run()
-        script = None
-        if trial.first_fault is not None:
-            script = write_script(options.file, name, functions, trial.first_fault,
-                                  trial.case_of(trial.first_fault))
+        script = script_of(options, interface, trial)
         verdicts = verdicts_of(trial)
         print_report(trial, verdicts, script)
         report.append(as_data(trial, verdicts, script))
-        if options.json is not None:
-            data = dict(file=options.file, torch=torch.__version__, interfaces=report)
-            pathlib.Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
-    if not trials:
-        raise CannotJudge("nothing in it is written")
+    if len(found) > 1:
+        print(f"\n{options.file}: " + ", ".join(f"{trial.name} {trial.verdict.upper()}"
+                                                for trial in trials))
+    if options.json is not None:
+        data = dict(file=options.file, torch=torch.__version__, interfaces=report)
+        pathlib.Path(options.json).write_text(json.dumps(data, indent=1) + "\n")
+    if all(trial.verdict in ("not judged", "refused") for trial in trials):
+        reasons = [trial.why_not_judged or str(trial.cells[0]) for trial in trials]
+        raise CannotJudge("; ".join(reasons) or "nothing in it is written")
     return trials
+
+
+def script_of(options, interface, trial):
+    """-> the name of the script that shows the first fault, or None"""
+    first = trial.first_fault
+    if first is None:
+        return None
+    try:
+        return write_script(options.file, interface.name, interface.functions, first,
+                            trial.case_of(first))
+    except OSError as error:
+        print(f"\nNo script was written: {error}")
+        return None

@@ -5,22 +5,23 @@ import inspect
 import os
 import pathlib
 import re
+import textwrap
 
 from judge.interfaces import BUCKET_MB, package_of
 from judge.training import DECAY, LOOKS, LR, MAX_NORM, MOMENTUM
 
-MARK = "Written by `python -m judge"
+MARK = b"# Written by `python -m judge"
 
 # A line with "#? a, not b" is there where `flags` has a, and not b. Names in capitals are replaced.
-TEMPLATE = '''"""FAULT
-
-    python NAME
-
-Written by `python -m judge FILE`. It needs torch and FILE alone."""
+TEMPLATE = '''# Written by `python -m judge FILE`. It needs torch and FILE alone.
+#
+FAULT
 import importlib
 import os
+import runpy  #? path
 import sys
 import tempfile
+import types  #? path
 from contextlib import nullcontext  #? micro
 
 import torch
@@ -31,7 +32,8 @@ from torch.utils.checkpoint import checkpoint  #? checkpoint
 
 here = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [os.path.join(here, folder) for folder in FOLDERS]
-mine = importlib.import_module(MODULE)
+mine = importlib.import_module(MODULE)  #? not path
+mine = types.SimpleNamespace(**runpy.run_path(os.path.join(here, PATH)))  #? path
 W = N_RANKS
 
 
@@ -110,12 +112,12 @@ if __name__ == "__main__":
 
 
 def write_script(file, name, functions, cell, case):
-    """-> the script's name, in the working directory; or None, if another file has it.
-
-    name: of the interface; functions: names of the file's functions."""
-    path = pathlib.Path(f"{pathlib.Path(file).stem}_fault.py")
-    if path.exists() and MARK not in path.read_text():
-        return None
+    """-> the script's name, in the working directory. name: of the interface; functions: names of
+    the file's functions. OSError, if it cannot be written, or another file has its name."""
+    stem = pathlib.Path(file).stem + ("" if name == "wrap" else f"_{name}")
+    path = pathlib.Path(f"{stem}_fault.py")
+    if path.exists() and not path.read_bytes().startswith(MARK):
+        raise FileExistsError("it is another file")
     top, package = package_of(file)
     folder = pathlib.Path(file).resolve().parent
     names = cell.tensors or [name for name, _ in case.module().named_parameters()]
@@ -124,7 +126,8 @@ def write_script(file, name, functions, cell, case):
     if case.optimizer == "SGD":
         options += f", momentum={MOMENTUM}"
     words = dict(
-        FAULT=str(cell), NAME=path.name, FILE=pathlib.Path(file).name,
+        FAULT=textwrap.fill(str(cell), 98, initial_indent="# ", subsequent_indent="# "),
+        FILE=pathlib.Path(file).name,
         FOLDERS=str([os.path.relpath(place) for place in dict.fromkeys([folder, top])]),
         MODULE=repr(".".join([*package, pathlib.Path(file).stem])), N_RANKS=str(cell.W),
         CLASS_TEXT=text_of(case.module), CLASS=case.module.__name__,
@@ -132,12 +135,17 @@ def write_script(file, name, functions, cell, case):
         N_STEPS=str((cell.step if cell.tensors else LOOKS[-1]) + 1), OPTIONS=options,
         HALF_LR=str(LR / 2), LIST="in_groups" if case.loop == "groups" else "list",
         KIND=f"torch.optim.{case.optimizer}", MAX_NORM=str(MAX_NORM), OTHER=case.other,
-        TENSOR=repr(tensor), TENSOR_NAME=tensor, **calls(name, functions))
+        TENSOR=repr(tensor), TENSOR_NAME=tensor, PATH=repr(os.path.relpath(file)))
+    code = calls(name, functions)
     flags = dict(micro=case.micro_steps > 1, other=case.other,
-                 sharded=name == "get_sharded_optimizer", before="BEFORE_FORWARD" in words,
-                 after="AFTER_BACKWARD" in words, checkpoint="checkpoint" in words["CLASS_TEXT"])
+                 sharded=name == "get_sharded_optimizer", before="BEFORE_FORWARD" in code,
+                 after="AFTER_BACKWARD" in code, checkpoint="checkpoint" in words["CLASS_TEXT"],
+                 path=not package and not pathlib.Path(file).stem.isidentifier())
     flags[case.loop] = True
-    path.write_text(filled(words, flags))
+    text = replaced(chosen_lines(flags), code)
+    # Once more, as a call may have words. Then what is not ours, and may have any words.
+    text = replaced(replaced(text, code), words)
+    path.write_text(text, encoding="utf-8")
     return path.name
 
 
@@ -173,7 +181,7 @@ def calls(name, functions):
     return words
 
 
-def filled(words, flags):
+def chosen_lines(flags):
     lines = []
     for line in TEMPLATE.splitlines():
         text, _, conditions = line.partition("#? ")
@@ -183,8 +191,8 @@ def filled(words, flags):
                 break
         else:
             lines.append(text.rstrip())
-    text = "\n".join(lines) + "\n"
-    word = re.compile(rf"\b({'|'.join(words)})\b")
-    while word.search(text):  # a call may have words, too
-        text = word.sub(lambda found: words[found[0]], text)
-    return text
+    return "\n".join(lines) + "\n"
+
+
+def replaced(text, words):
+    return re.sub(rf"\b({'|'.join(words)})\b", lambda found: words[found[0]], text)

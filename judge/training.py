@@ -241,15 +241,14 @@ class Verdict:
     chapter: str = ""  # of the course
 
 
-def judged(file: str, name: str, case: Case) -> dict:
+def judged(file: str, interface: str, case: Case) -> Verdict:
     """The parameters after a step are those of one process, to the bit or as close as fp32 rounds,
-    on every rank. -> the fields of a Verdict: a file may have a judge.py of its own, and then the
-    class could not be sent."""
-    mine = interface_of(file, name)
+    on every rank."""
+    mine = interface_of(file, interface)
     actual = train(mine, case)
     for right in right_ones(case):
         if all_bits_are_same(actual, right):
-            return vars(Verdict("same bits"))
+            return Verdict("same bits")
     right = next(right_ones(case))
     largest = 0.0  # difference, in units of fp32's rounding
     for step in actual:
@@ -263,8 +262,8 @@ def judged(file: str, name: str, case: Case) -> dict:
         if wrong:
             fact, mistake = wrong_step(case, step, right, actual[step], wrong,
                                        is_gathered=mine.whole is not None)
-            return vars(Verdict("wrong", fact, step, wrong, *mistake))
-    return vars(Verdict("close", f"the largest difference is {largest:.2g} x fp32's rounding"))
+            return Verdict("wrong", fact, step, wrong, *mistake)
+    return Verdict("close", f"the largest difference is {largest:.2g} x fp32's rounding")
 
 
 def all_bits_are_same(actual, right):
@@ -307,6 +306,9 @@ def wrong_step(case, step, right, after, wrong, is_gathered):
         to_blame = None
     if special in ("AdamW", "scheduled", "groups"):  # the gradient cannot be read from a step
         return f"it differs ({special})", to_blame
+    if step == LOOKS[-1]:  # nothing is known of the step before it
+        fact = f"right after step {LOOKS[-2]}, and not after step {step}"
+        return fact, to_blame or (mistakes.LATE if is_gathered else mistakes.UNKNOWN)
     W = dist.get_world_size()
     one_by_one = tuple((number,) for number in range(W * case.micro_steps))
     _, gradients = reference(case, one_by_one, torch.div, True)
@@ -341,8 +343,6 @@ def wrong_step(case, step, right, after, wrong, is_gathered):
         earlier=earlier,
         momentum=momentum(right, step, first).flatten().cpu() if step > 1 else None)
     fact, mistake = step_of_rank.look()
-    if step == LOOKS[-1]:  # of the step before it nothing is known
-        mistake = mistakes.LATE if is_gathered else mistakes.UNKNOWN
     return fact, to_blame or mistake
 
 

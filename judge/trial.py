@@ -11,7 +11,7 @@ from collections import Counter
 from judge import mistakes, modules
 from judge.measure import (formula_of_bytes, formula_of_traffic, measured, MICRO_STEPS, N_UNITS,
                            PAPER, stage_of)
-from judge.ranks import in_lines, is_refusal, Raised, run_guarded
+from judge.ranks import Raised, run_guarded
 from judge.training import Case, judged
 
 RIGHT = "same bits", "close"
@@ -96,6 +96,7 @@ class Trial:
         self.facts = {}  # of MEASURED: {property: (verdict, reason)}
         self.n_hung = Counter()
         self.seconds = 0
+        self.why_not_judged = ""
 
     @property
     def first_fault(self):
@@ -103,12 +104,22 @@ class Trial:
 
     @property
     def verdict(self):
-        """"wrong", "refused": not even the simplest row, or "right": all that it does not refuse"""
-        if self.first_fault is not None or "wrong" in {verdict for verdict, _ in
-                                                       self.facts.values()}:
+        """"wrong"; "not judged": a bad file; "refused": the simplest module, on any number of
+        ranks; or "right": all that it does not refuse"""
+        if self.first_fault is not None or self.misses_its_stage:
             return "wrong"
-        of_mean = {cell.outcome for cell in self.cells if cell.property == "mean"}
-        return "refused" if of_mean == {"refused"} else "right"
+        if self.why_not_judged:
+            return "not judged"
+        is_right = any(cell.outcome in RIGHT for cell in self.cells if cell.property in BASE)
+        return "right" if is_right else "refused"
+
+    @property
+    def misses_its_stage(self):
+        """What --stage claims has to be measured, and right."""
+        if self.options.stage is None:
+            return False
+        return any(name in self.facts and self.facts[name][0] != "right"
+                   for name in ("held", "sent"))
 
     def case_of(self, cell):
         [case] = {case for _, case, _ in self.lines if str(case) == cell.case}
@@ -117,6 +128,15 @@ class Trial:
     def run(self):
         """All cells, a line for each case, as they come."""
         start_s = time.monotonic()
+        try:
+            self.print_table()
+            self.measure()
+        except CannotJudge as reason:
+            print()
+            self.why_not_judged = str(reason)
+        self.seconds = time.monotonic() - start_s
+
+    def print_table(self):
         columns = "".join(f"{f'W={W}':>9}" for W in self.worlds)
         print(f"\n{self.name}\n\n{'':14}{'':30}{columns}")
         last = None
@@ -130,8 +150,6 @@ class Trial:
                 self.cells.append(cell)
                 print(f"{WORDS[cell.outcome]:>9}", end="", flush=True)
             print()
-        self.measure()
-        self.seconds = time.monotonic() - start_s
 
     def cell(self, name, case, needed, W):
         if name == "mean" and W > self.simplest_W:
@@ -148,10 +166,10 @@ class Trial:
             self.note(cell, raised)
         else:
             order = ("wrong", "close", "same bits")
-            badness = [(order.index(answer["outcome"]), answer["step"]) for answer in answers]
+            badness = [(order.index(verdict.outcome), verdict.step) for verdict in answers]
             cell.ranks = [rank for rank in range(W) if badness[rank] == min(badness)]
             # The last of them: rank 0 sees less, where all have what it has.
-            for key, value in answers[cell.ranks[-1]].items():
+            for key, value in vars(answers[cell.ranks[-1]]).items():
                 setattr(cell, key, value)
         cell.seconds = time.monotonic() - start_s
         if cell.outcome == "hung":
@@ -178,29 +196,22 @@ class Trial:
 
     def note(self, cell, raised):
         """A cell in which ranks have not come to an end."""
-        is_bad_file = raised.fact.startswith("BadFile: ")
-        fact = raised.fact.removeprefix("BadFile: ")
-        if is_bad_file and not any(each.outcome in RIGHT for each in self.cells):
-            raise CannotJudge(fact)
-        cell.fact, cell.ranks, cell.lines = fact, [raised.rank], raised.own_lines
-        if is_bad_file:
-            cell.outcome = "wrong"
-        elif raised.fact.startswith("hangs: "):
-            cell.outcome = "hung"
-            cell.ranks = list(raised.frames)
-            cell.lines = []
-            for rank, frames in raised.frames.items():
-                lines = in_lines(frames)
+        if raised.outcome == "bad file" and not any(each.outcome in RIGHT for each in self.cells):
+            raise CannotJudge(raised.fact)
+        cell.outcome = "wrong" if raised.outcome == "bad file" else raised.outcome
+        cell.fact, cell.ranks, cell.lines = raised.fact, [raised.rank], []
+        if raised.outcome == "hung":
+            cell.ranks = list(raised.lines)
+            for rank, lines in sorted(raised.lines.items()):
                 place = f"at {lines[-1]}" if lines else "not in this file: it has gone on, or waits"
                 cell.lines.append(f"rank {rank} is {place}")
         else:
-            is_refused = is_refusal(raised.frames.get(raised.rank, []))
-            cell.outcome = "refused" if is_refused else "crashed"
-        is_left = re.search("Connection (closed|reset) by peer", fact) is not None
-        if is_left:
+            cell.lines = raised.lines.get(raised.rank, [])
+        has_lost_another = re.search("Connection (closed|reset) by peer", raised.fact) is not None
+        if has_lost_another:
             cell.fact = "it waits for a rank that has come to its end"
-        is_alone = self.outcome_of(PLAIN, cell.W) in RIGHT and cell.property in ("unused", "order")
-        if cell.outcome in BAD and (is_left or is_alone):
+        is_uneven = cell.property in ("unused", "order") and self.outcome_of(PLAIN, cell.W) in RIGHT
+        if cell.outcome in BAD and (has_lost_another or is_uneven):
             cell.mistake, cell.chapter = mistakes.LEFT_OUT
 
     # ---------------------------------------------------------------------------------------------
@@ -208,22 +219,25 @@ class Trial:
 
     def measure(self):
         """What a rank holds and sends, beside the formulas of the ZeRO paper."""
-        for name in MEASURED:
-            self.facts[name] = "not tried", f"{PLAIN} is not right on several ranks"
         for W in [W for W in self.worlds if W in (2, 4)] or [self.simplest_W]:
-            if W == 1 or self.outcome_of(PLAIN, W) not in RIGHT:
-                continue
-            try:
-                answers = run_guarded(self.options, W, self.options.seconds, measured, self.file,
-                                      self.name)
-            except Raised as raised:
-                for name in MEASURED:
-                    self.facts[name] = "not measured", f"W={W}, rank {raised.rank}: {raised.fact}"
-            else:
-                self.facts.update(in_words(answers, W, self.options.stage))
+            facts = dict.fromkeys(MEASURED, ("not tried", f"W={W}: {PLAIN} is not right"))
+            if W == 1:
+                facts = dict.fromkeys(MEASURED, ("not tried", "one rank sends nothing"))
+            elif self.outcome_of(PLAIN, W) in RIGHT:
+                try:
+                    answers = run_guarded(self.options, W, self.options.seconds, measured,
+                                          self.file, self.name)
+                    facts = facts_of(answers, W, self.options.stage)
+                except Raised as raised:
+                    reason = f"W={W}, rank {raised.rank}: {raised.fact}"
+                    facts = dict.fromkeys(MEASURED, ("not measured", reason))
+            for name, fact in facts.items():
+                before, _ = self.facts.get(name, ("right", ""))
+                if before in ("right", "measured"):  # what is worse stays
+                    self.facts[name] = fact
 
 
-def in_words(answers, W, claimed):
+def facts_of(answers, W, claimed):
     """{property: (verdict, what it is)} of what `measured` has returned on each rank. claimed: a
     stage, or None, and then nothing is right or wrong."""
     held, peak, later_peak = [max(answer[what][n] for answer in answers) for what, n in (

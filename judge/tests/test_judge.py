@@ -20,6 +20,7 @@ from judge.trial import BAD, CannotJudge, LINES, OF_CS336, PLAIN, Trial, TWO_STE
 from tests.common import ROOT
 
 EXAMPLES = ROOT / "judge" / "examples"
+MEAN_ALONE = ["--leave_out", ",".join({name for name, _, _ in LINES} - {"mean"})]
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +133,11 @@ def test_mistakes_are_named(name, nothing_measured):
 
 
 def check(path, properties, text, W):
-    [trial] = judge(parsed([str(path), "--worlds", str(W), "--seconds", "4"]))
+    """Asked are these, and some that are right, which is as much as takes seconds."""
+    asked = {"mean", "frozen", "tied", "reused", "optimizer", *(properties or ())}
+    left_out = {name for name, _, _ in LINES} - asked
+    [trial] = judge(parsed([str(path), "--worlds", str(W), "--seconds", "4", "--leave_out",
+                            ",".join(left_out)]))
     assert trial.verdict == "wrong" and text in str(trial.first_fault), trial.first_fault
     verdicts = {each: verdict for each, (verdict, _) in verdicts_of(trial).items()}
     bad = {each for each, verdict in verdicts.items() if verdict in BAD}
@@ -279,6 +284,8 @@ AFTER = "def after_backward(model):\n    import os, time\n    {}\n"
     (AFTER.format("dist.get_rank() and os._exit(0)"), PLAIN, "crashed", "has died, with status 0"),
     (AFTER.format("[p.grad + p for p in 3]"), PLAIN, "crashed", "TypeError: 'int' object"),
     (AFTER.format("model.parameters().gard"), PLAIN, "crashed", "AttributeError: 'generator'"),
+    (AFTER.format("torch.ones(3).view(2)  # does not raise"), PLAIN, "crashed", "RuntimeError"),
+    (AFTER.format("assert (\n        dist is None\n    ), 'no dist'"), PLAIN, "refused", "no dist"),
     (AFTER.format("raise NotImplementedError('first\\nsecond')"), PLAIN, "refused",
      "NotImplementedError: first second"),
     (AFTER.format("assert not dist.get_rank(), 'rank 0 alone'"), PLAIN, "refused", "rank 0 alone"),
@@ -421,6 +428,7 @@ def test_a_stage_that_is_claimed(stage, verdicts):
     ("import os\ndef wrap(module): os._exit(1)", "has died, with status 1"),
     ("def wrap(module): pass", "wrap(module) has returned NoneType, which cannot be called"),
     ("def wrap(module): return module.forward", "has no parameters(): write trained(model)"),
+    (SMALL + "def whole(model): return None", "whole(model) has returned NoneType, and no dict"),
     (SMALL + "def whole(model): return {}", "whole(model) has no parameter first.weight"),
     (SMALL + "def whole(model): return {n: p[:2] for n, p in model.named_parameters()}",
      "whole(model) has first.weight as (2, 5) torch.float32, expected is (6, 5)"),
@@ -440,6 +448,8 @@ def command(*words, cwd=None):
     (["none.py"], "judge: none.py: there is no such file"),
     ([__file__, "--device", "abacus"], "--device abacus is not on this machine: choose cpu"),
     ([__file__, "--worlds", "2,x"], "--worlds 2,x: numbers from 1 to 9"),
+    ([__file__, "--json", "/none/of.json"], "--json /none/of.json: No such file or directory"),
+    ([__file__, "--quick", "--worlds", "2"], "--quick and --worlds: choose one"),
     ([__file__, "--seconds", "90"], "--seconds 90: from 2 to 20"),
     ([__file__, "--leave_out", "mean"], "--leave_out mean: choose from accumulation")])
 def test_the_command_refuses(words, fact):
@@ -447,18 +457,79 @@ def test_the_command_refuses(words, fact):
     assert done.returncode == 2 and fact in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("name, code", [
+    ("mine.v2.py", "def after_backward(model): {}['FAULT KIND W \"\"\"x']"),
+    ("mine (1).py", "def after_backward(model): {}[1]"),
+    ("KIND/FILE.py", "def after_backward(model): {}['\\u2028']")])
+def test_any_text_and_name_make_a_script(mine, name, code, tmp_path):
+    """It fails as the file does, and not before."""
+    path = mine(SMALL + code, name)
+    judge(parsed([str(path), "--worlds", "1", *MEAN_ALONE]))
+    [script] = tmp_path.glob("*_fault.py")
+    done = subprocess.run([sys.executable, script], text=True, capture_output=True)
+    assert f'{path.name}", line' in done.stderr and "KeyError" in done.stderr, done.stderr
+
+
 def test_what_is_always_refused(mine):
     done = command(mine("def wrap(module): raise ValueError('only Transformers')"), "--quick")
     assert done.returncode == 2 and "wrap is REFUSED" in done.stdout
 
 
+@pytest.mark.parametrize("more, words, status", [
+    ("", ["--worlds", "2"], 0), ("", ["--worlds", "1"], 1),  # one rank shows no stage
+    # More than it has to hold, on two ranks alone; and what refuses the module that is measured.
+    ("if dist.get_world_size() == 2: model.kept = torch.ones(9 * sum(p.numel() for p in "
+     "model.parameters()))", ["--worlds", "2,4"], 1),
+    ("if hasattr(model, 'scale') and model.layers: raise ValueError", ["--worlds", "2"], 1)])
+def test_a_stage_has_to_be_shown(mine, more, words, status):
+    code = SMALL.replace("    for p in model", f"    {more}\n    for p in model", 1)
+    path = mine(code.replace("def after_backward(model):\n    \n", "def after_backward(model):\n"))
+    [trial] = judge(parsed([str(path), *words, "--stage", "ddp", *MEAN_ALONE]))
+    assert (trial.verdict == "wrong") == status, verdicts_of(trial)
+
+
+def test_one_bad_interface_leaves_the_others(mine, capsys):
+    path = mine("""
+from judge.examples.wrong.not_divided import after_backward, wrap as get_ddp
+
+def ddp_on_after_backward(model, optimizer):
+    after_backward(model)
+
+def get_fsdp(module):
+    return None
+""")
+    trials = judge(parsed([str(path), "--worlds", "2", *MEAN_ALONE]))
+    assert [trial.verdict for trial in trials] == ["wrong", "not judged"]
+    out = capsys.readouterr().out
+    assert "get_fsdp(module) has returned NoneType" in out
+    assert out.endswith("mine.py: get_ddp WRONG, get_fsdp NOT JUDGED\n")
+
+
+def test_what_works_on_four_ranks_alone(mine):
+    more = "    if dist.get_world_size() < 4: raise ValueError('four')\n    return module"
+    [trial] = judge(parsed([str(mine(SMALL.replace("    return module", more))), *MEAN_ALONE]))
+    assert trial.verdict == "right" and verdicts_of(trial)["any W"][0] == "refused"
+
+
+def test_a_pipe_that_closes(mine):
+    done = subprocess.run(f"{sys.executable} {ROOT}/judge {mine(SMALL)} --quick | head -2",
+                          shell=True, text=True, capture_output=True)
+    assert done.stderr == "" and len(done.stdout.splitlines()) == 2
+
+
+def test_a_folder_in_which_nothing_can_be_written(mine):
+    done = command(mine(SMALL + AFTER.format("{}[1]")), "--worlds", "1", cwd="/proc")
+    assert done.returncode == 1 and "No script was written: " in done.stdout
+    assert "wrap is WRONG" in done.stdout and done.stderr == ""
+
+
 def test_the_report_as_data(mine, tmp_path):
-    """And a file's prints are not shown, to wherever it prints."""
-    code = "import sys\nprint('begins')\nprint('warns', file=sys.stderr)\n" + SMALL
+    """And a file's prints are not shown, to wherever it prints, nor those of its processes."""
+    code = "import os, sys\nprint('warns', file=sys.stderr)\nos.system('echo warns')\n"
+    code += "os.write(2, b'\\xff')\nprint('warns')\n" + SMALL
     code = code.replace("p.grad /=", "p.grad /= 2 *")
     done = command(mine(code), "--worlds", "2", "--json", "report.json", cwd=tmp_path)
     assert done.returncode == 1 and done.stderr == "" and "warns" not in done.stdout
-    assert "What the file prints is not shown, such as: begins" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     [interface] = report["interfaces"]
     first = interface["first_fault"]
@@ -474,9 +545,9 @@ def written(name, case):
     """The script for a file with a mistake, of this case on two ranks."""
     path = EXAMPLES / "wrong" / f"{name}.py"
     options = parsed([str(path), "--worlds", "2"])
-    [[[[interface, _, _, functions]], _, _]] = run_guarded(options, 1, 20, look_at, str(path))
-    trial = Trial(options, interface, {}, False)
-    return write_script(str(path), interface, functions, trial.cell("", case, None, 2), case)
+    [([found], _)] = run_guarded(options, 1, 20, look_at, str(path))
+    trial = Trial(options, found.name, {}, False)
+    return write_script(str(path), found.name, found.functions, trial.cell("", case, None, 2), case)
 
 
 @pytest.mark.parametrize("name, case", [
@@ -502,7 +573,8 @@ def test_the_script_shows_the_fault(name, case, tmp_path):
 
 def test_a_script_of_somebody_stays(tmp_path):
     (tmp_path / "not_divided_fault.py").write_text("mine")
-    assert written("not_divided", PLAIN) is None
+    with pytest.raises(OSError, match="it is another file"):
+        written("not_divided", PLAIN)
     assert (tmp_path / "not_divided_fault.py").read_text() == "mine"
 
 
