@@ -122,8 +122,8 @@ def parsed(words):
     parser.add_argument("--leave_out", metavar="NAME,NAME", default="",
                         help="properties that are not asked, such as unused,order")
     parser.add_argument("--stage", choices=PAPER, help="what it has to hold and to send at most")
-    parser.add_argument("--seconds", type=int, default=10,
-                        help=f"a row that takes longer hangs, at most {LONGEST_S} [10]")
+    parser.add_argument("--seconds", type=int,
+                        help=f"a row that takes longer hangs, at most {LONGEST_S} [10; --quick: 5]")
     parser.add_argument("--device", metavar="KIND", default="cpu",
                         help="cpu, or an accelerator, such as cuda: ranks share it [cpu]")
     options = parser.parse_args(words)
@@ -143,6 +143,8 @@ def parsed(words):
     for name in options.leave_out:
         if name not in known:
             parser.error(f"--leave_out {name}: choose from {', '.join(sorted(known))}")
+    if options.seconds is None:
+        options.seconds = 5 if options.quick else 10
     if not 2 <= options.seconds <= LONGEST_S:
         parser.error(f"--seconds {options.seconds}: from 2 to {LONGEST_S}")
     kinds = ["cpu"]
