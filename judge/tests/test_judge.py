@@ -13,6 +13,7 @@ import torch
 from judge import mistakes, modules
 from judge.interfaces import look_at
 from judge.judge import judge, parsed, verdicts_of
+from judge.measure import linear_of
 from judge.ranks import quiet, run_guarded
 from judge.script import write_script
 from judge.training import Case
@@ -376,6 +377,7 @@ def test_it_does_not_try_what_hangs(mine, capsys):
                       "2.00 (W-1)/W Psi elements a step (with 4 micro-steps 2.00); DDP needs 2 (2)",
                       ": no: when a backward comes to the last of 8 layers, 0 collectives"]),
     ("hooks", 2, ["as DDP;", "2.0", ": yes: when a backward"]),
+    ("../wrong/frozen_hooked", 2, [": no: when", "8 collectives have begun, and 8 of them were"]),
     ("book_zero1", 3, ["10.7 bytes a parameter between backward and step, as ZeRO-1;"]),
     ("book_zero2", 4, ["7.0 bytes", ": yes: when"]),
     ("book_zero3", 4, ["4.0 bytes", "as ZeRO-3;", ": yes: when"]),
@@ -563,14 +565,23 @@ def written(name, case):
     ("groups", Case(modules.Plain, loop="groups"))])
 def test_the_script_shows_the_fault(name, case, tmp_path):
     """By torch and the file alone."""
-    script = tmp_path / written(name, case)
+    assert max(differences_of(tmp_path / written(name, case))) > 1e-5
+
+
+@pytest.mark.parametrize("case", [TWO_STEPS, Case(modules.Plain, loop="clipped"),
+                                  Case(modules.Plain, loop="scheduled")])
+def test_the_script_shows_none_of_a_right_file(case, tmp_path):
+    assert max(differences_of(tmp_path / written("../right/small", case))) < 1e-6
+
+
+def differences_of(script):
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # where examples are
     done = subprocess.run([sys.executable, script], text=True, capture_output=True, env=environment)
     differences = re.findall(r"^rank \d: \S+ differs by (\S+)$", done.stdout, re.M)
     assert len(differences) == 2, done
-    assert max(map(float, differences)) > 1e-5
     assert "judge" not in script.read_text().partition("import importlib")[2].replace(
         "judge/examples", "")
+    return map(float, differences)
 
 
 def test_a_script_of_somebody_stays(tmp_path):
@@ -643,6 +654,13 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
 """
+
+
+def test_layers_of_cs336_are_measured(mine, monkeypatch, tmp_path):
+    mine(BASICS, "cs336_basics/model.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert linear_of("get_fsdp").__module__ == "cs336_basics.model"
+    assert linear_of("get_ddp").func is torch.nn.Linear
 
 
 def test_adapters_of_an_assignment(mine, capsys):
