@@ -135,7 +135,7 @@ def test_mistakes_are_named(name, nothing_measured):
 
 def check(path, properties, text, W):
     """Asked are these, and some that are right, which is as much as takes seconds."""
-    asked = {"mean", "frozen", "tied", "reused", "optimizer", *(properties or ())}
+    asked = {"mean", "frozen", "start", "tied", "reused", "optimizer", *(properties or ())}
     left_out = {name for name, _, _ in LINES} - asked
     [trial] = judge(parsed([str(path), "--worlds", str(W), "--seconds", "4", "--leave_out",
                             ",".join(left_out)]))
