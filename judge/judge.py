@@ -47,10 +47,7 @@ def verdict_of(trial, name):
     cells = [cell for cell in trial.cells if cell.property == name]
     bad = [cell for cell in cells if cell.outcome in BAD]
     if bad and name not in BASE:
-        # A factor that is wrong everywhere is one mistake, and not one of each property.
-        known = [cell.mistake for cell in trial.cells if cell.property in BASE and cell.mistake]
-        bad = [cell for cell in bad if trial.outcome_of(PLAIN, cell.W) in RIGHT or
-               cell.mistake and not any(mistake in cell.mistake for mistake in known)]
+        bad = [cell for cell in bad if is_of_its_own(trial, cell)]
         if not bad:
             return "as mean", "no other mistake than there"
     refused = [cell for cell in cells if cell.outcome == "refused"]
@@ -61,6 +58,15 @@ def verdict_of(trial, name):
         return "not tried", cells[-1].fact
     n_close = sum(cell.outcome == "close" for cell in right)
     return "right", f"bits in {len(right) - n_close}" + (f", close in {n_close}" if n_close else "")
+
+
+def is_of_its_own(trial, cell):
+    """A factor that is wrong everywhere is one mistake, and not one of each property."""
+    if trial.outcome_of(PLAIN, cell.W) in RIGHT:
+        return True
+    known = [base.mistake for base in trial.cells if base.property in BASE and base.mistake]
+    is_known = any(mistake in cell.mistake for mistake in known)
+    return bool(cell.mistake) and not is_known
 
 
 def print_report(trial, verdicts, script):

@@ -87,8 +87,8 @@ class Tied(nn.Module):
 
 
 class Buffers(nn.Module):
-    """Buffers: two that the forward reads, so that the gradient is wrong on a rank that has others,
-    of which one is in no state_dict(); and those of a BatchNorm, of which one is an integer."""
+    """Two buffers that the forward reads, so that the gradient is wrong on a rank that has others;
+    one of them is in no state_dict(). And those of a BatchNorm, of which one is an integer."""
 
     def __init__(self):
         super().__init__()
