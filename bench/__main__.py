@@ -1,51 +1,8 @@
-"""Tables of how equal, how fast and how large the modes are, beside what ships with torch.
-
-COMMANDS
-    ./bench.sh table modes
-        the tables of the newest start of a command again, or those of a file
-        out/bench/COMMAND_DATE.jsonl; with --price or --epoch_tokens as asked for
-
-Times are those of two cores.
-
-Options, then any flags of train.py:
-    --worlds "1 2 4"                    numbers of ranks
-    --rounds 3                          runs of each row
-    --modes "ddp zero3 torch-fsdp"      these rows only
-    --micro_batch_size 4
-    --price 2.5                         dollars for an hour of a device: what an epoch costs
-    --epoch_tokens 9e9                  tokens of such an epoch; unless given those of OpenWebText
-overhead and collectives have --worlds. All that makes its own tables, as these, fit and compare,
-has the flags of its program in bench/, and its --help. Names of files are as seen from the folder
-of bench.sh.
-
-Replaces a benchmark harness by a loop: for each round, label, W and row one run of train.py. All
-that a run of train.py could refuse is looked at before the first one starts. Each start writes
-files of its own: the results of its runs to out/bench/COMMAND_DATE.jsonl, one after the other, the
-tables to COMMAND_DATE.md, what the runs leave to the folder COMMAND_DATE. A row that fails says
-why, the others still run, and the exit status is 1. Ctrl-C stops what runs, and prints the tables
-of what has run so far.
-
-Runs by themselves scatter by up to 20 % on a shared machine. So each round runs every row once,
-and a cell is the median of the rounds, with the quartiles beside it. All but gpu run on the CPU,
-unless --device says otherwise.
-
-modes has the rows deepspeed1, deepspeed2 and deepspeed3 where the package deepspeed is installed:
-pip install deepspeed. On a CPU it also needs a C++ compiler.
-
-gpu takes the tiny model where devices have little memory, as simulated ones do. Ranks share a
-single device if it is one of NCCL's: then their hashes and bytes count, and their times do not.
-Where hashes differ, bench/where_bits_differ.py says why.
-
-bench/pictures.py draws what the newest start, or another one, has measured.
-"""
+"""What bench.sh does: read the words after it, run, print a table. bench.sh says what there is."""
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
-import importlib
-import importlib.metadata
-import importlib.util
 import io
 import json
 import math
@@ -54,444 +11,433 @@ import pathlib
 import platform
 import re
 import shlex
-import shutil
+import signal
 import subprocess
 import sys
-import textwrap
-import threading
 import time
 
-from bench.commands import COMMANDS, DEEPSPEEDS, ONLY_STEPS
-from bench.launch import check_link, launch, link, note_signals, Run, say, TORCHRUN, wait
-from bench.tables import BENCH, newest, print_head, print_tables, read_results
-from bench.timeline import refuse, ROOT
+import torch
 
+import runs
+import train
+from bench import compare, fit, predict
+from bench.launch import cable, FIRST_PORT, Hosts, launch, refuse, ROOT, Run, say
+from bench.tables import columns_of, Picture, Results, TABLES
+from model import GPT, GPTConfig, PRESETS
+
+BENCH = ROOT / "out" / "bench"
 SETS_ITSELF = ("mode", "global_batch_size", "out_dir")
+OTHERS = ("collectives", "overhead", "fit", "predict", "compare")
 
 
 def usage():
-    lines = []
-    for name, command in COMMANDS.items():
-        lines.append(f"    ./bench.sh {name} {command.example}".rstrip())
-        text = f"{command.title}: {command.takes}"
-        lines.append(textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 8))
-    return __doc__.replace("COMMANDS\n", "\n".join(lines) + "\n", 1)
+    """The comment at the head of bench.sh."""
+    lines = (ROOT / "bench.sh").read_text().splitlines()
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[1:]
+                     if line.startswith("#"))
 
 
 # -------------------------------------------------------------------------------------------------
 # what was asked for
 
 
-@dataclasses.dataclass
-class Options:
-    """What the words after a command say; None for what they do not."""
-    worlds: list | None
-    rounds: int | None
-    modes: list | None
-    micro_batch_size: int | None
-    price: float | None
-    epoch_tokens: int
-    rates: list
-    flags: list  # for train.py
-
-
 def number(text):
     """For argparse, which adds the option's name."""
     with contextlib.suppress(ValueError):
-        value = float(text)
-        if 0 < value < math.inf:
-            return value
+        if 0 < float(text) < math.inf:
+            return float(text)
     raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
 def whole_number(text):
-    """9e9 is one, too."""
-    value = number(text)
-    if not value.is_integer():
+    if not number(text).is_integer():
         raise argparse.ArgumentTypeError(f"{text} is not a whole number")
-    return int(value)
+    return int(float(text))
 
 
 def whole_numbers(text):
-    values = {whole_number(word) for word in text.split()}
-    if not values:
-        raise argparse.ArgumentTypeError("it needs numbers, such as '1 2 4'")
-    return sorted(values)
+    return sorted({whole_number(word) for word in text.split(",")})
+
+
+def sizes(text):
+    """Of bytes; 1 kB is 1024 of them."""
+    values = []
+    for word in text.split(","):
+        match = re.fullmatch(r"([1-9]\d*)(B|kB|MB)", word)
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{word} is not a size such as 64kB or 4MB")
+        values.append(int(match[1]) * {"B": 1, "kB": 2**10, "MB": 2**20}[match[2]])
+    return values
 
 
 def words_of(text):
-    if not text.split():
-        raise argparse.ArgumentTypeError("it needs modes, such as 'ddp zero3'")
-    return text.split()
+    return [word.strip() for word in text.split(",")]
 
 
-def make_parser():
+def make_parser(name):
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     parser.error = refuse
+    parser.add_argument("--json", action="store_true")
+    if name == "compare":
+        parser.add_argument("out_dirs", nargs=2, metavar="OUT_DIR")
+        parser.add_argument("--rtol", type=float, default=0.0)
+        parser.add_argument("--atol", type=float, default=0.0)
+        return parser
+    parser.add_argument("--worlds", type=whole_numbers)
+    if name not in ("collectives", "overhead"):
+        parser.add_argument("--modes", type=words_of)
+        parser.add_argument("--price", type=number)
+    if name == "predict":
+        parser.add_argument("--step_ms", type=number)
+        parser.add_argument("--result", type=pathlib.Path)
+        parser.add_argument("--model", choices=PRESETS, default="gpt2")
+        parser.add_argument("--vocab_size", type=whole_number, default=50257)
+        parser.add_argument("--tokens", type=whole_number)
+        parser.add_argument("--micro_steps", type=whole_number, default=1)
+        parser.add_argument("--param_bytes", type=whole_number, default=4)
+        parser.add_argument("--reduce_bytes", type=whole_number, default=4)
+        parser.add_argument("--bucket_cap_mb", type=number, default=25.0)
+        parser.add_argument("--node_size", type=whole_number, default=8)
+        parser.add_argument("--intra", type=number, default=450.0)
+        parser.add_argument("--inter", type=number, default=50.0)
+        parser.add_argument("--latency_us", type=number, default=20.0)
+        return parser
+    parser.add_argument("--rounds", type=whole_number)
+    parser.add_argument("--svg")
+    parser.add_argument("--micro_batch_size", type=whole_number)
+    parser.add_argument("--until_loss", type=number)
+    parser.add_argument("--budget_mb", type=number, default=192.0)
+    parser.add_argument("--sizes", type=sizes, default=sizes("1kB,64kB,1MB,16MB,256MB"))
+    parser.add_argument("--repeats", type=whole_number, default=9)
+    parser.add_argument("--nnodes", type=whole_number, default=1)
+    parser.add_argument("--node_rank", type=int, default=0)
+    parser.add_argument("--master_addr")
+    for option in SETS_ITSELF:
+        parser.add_argument(f"--{option}")
     return parser
 
 
 def read_options(name, words):
-    command = COMMANDS[name]
-    parser = make_parser()
-    parser.add_argument("--worlds", type=whole_numbers)
-    parser.add_argument("--rounds", type=whole_number)
-    parser.add_argument("--modes", type=words_of)
-    parser.add_argument("--micro_batch_size", type=whole_number)
-    parser.add_argument("--price", type=number)
-    parser.add_argument("--epoch_tokens", type=whole_number, default=9_000_000_000)
+    """-> what was asked for; `rates` of a cable, and `flags` of train.py, which looks at them."""
+    options, others = make_parser(name).parse_known_args(words)
+    if name in ("compare", "predict"):
+        if others:
+            refuse(f"{name} has no {others[0]}: see ./bench.sh --help")
+        return options
     for option in SETS_ITSELF:
-        parser.add_argument(f"--{option}")
-    given, others = parser.parse_known_args(words)
-    for option in SETS_ITSELF:
-        if getattr(given, option) is not None:
+        if getattr(options, option) is not None:
             refuse(f"{name} sets --{option} itself")
-        delattr(given, option)
-    for option, why in command.refuses:
-        if getattr(given, option) is not None:
-            refuse(f"{why}: without --{option}")
-    rates = []
-    flags = []
-    for word in others:
-        if command.rates and re.fullmatch(r"\d.*bit", word):
-            rates.append(word)
-        else:
-            flags.append(word)
-    return Options(**vars(given), rates=rates, flags=flags)
-
-
-def ask(question, text=""):
-    """What bench/ask.py says on stdout; refuses with its line."""
-    words = [sys.executable, "bench/ask.py", question]
-    done = subprocess.run(words, cwd=ROOT, input=text, capture_output=True, text=True)
-    if done.returncode == 2:
-        refuse(" ".join(done.stderr.split()))
-    if done.returncode < 0:  # Ctrl-C has ended it, too
-        sys.exit(128 - done.returncode)
-    if done.returncode != 0:
-        sys.exit(done.stderr)
-    return done.stdout
-
-
-def find_machine(name):
-    """What gpu has to know of the accelerators."""
-    if name != "gpu":
-        return None
-    machine = json.loads(ask("machine"))
-    if machine is None:
-        refuse("gpu: torch finds no accelerator here")
-    return machine
+    options.rates = [word for word in others if re.fullmatch(r"\d[\d.]*[kmg]?bit", word)]
+    options.flags = [word for word in others if word not in options.rates]
+    if options.rates and name not in ("links", "buckets"):
+        refuse(f"{name} has no cable: without {options.rates[0]}")
+    if options.rates and options.nnodes > 1:
+        refuse("a cable stands for two hosts: without --nnodes")
+    if options.nnodes > 1 and options.master_addr is None:
+        refuse("--nnodes needs --master_addr, of the host whose --node_rank is 0")
+    if not 0 <= options.node_rank < options.nnodes:
+        refuse(f"--node_rank {options.node_rank}: choose 0 to {options.nnodes - 1}, of --nnodes")
+    if name in ("collectives", "overhead"):
+        given = runs.read_flags(train.Config, "", options.flags)
+        if set(given) - {"device"}:
+            refuse(f"{name} has no --{min(set(given) - {'device'})}: see ./bench.sh --help")
+    else:
+        runs.read_flags(train.Config, "", options.flags)  # ends with status 2 where one is wrong
+    return options
 
 
 # -------------------------------------------------------------------------------------------------
-# a plan: all runs, checked
+# a start of bench.sh
 
 
-def choose_rows(command, options):
-    """Each mode with each variant of its flags."""
-    rows = []
-    for variant in command.variants:
-        for mode in options.modes or command.rows:
-            rows.append(f"{mode} {variant}".strip())
-    return rows
+class Bench:
+    """Runs what a table consists of, and keeps it: out/bench/TABLE_DATE/ has a log for each run,
+    results.jsonl, and the table."""
+
+    def __init__(self, name, options):
+        self.options = options
+        self.hosts = Hosts(options.nnodes, (options.node_rank,), options.master_addr or "")
+        if options.nnodes == 1:
+            self.hosts = Hosts()
+        self.folder = make_folder(name)
+        self.ports = iter(range(FIRST_PORT, 65536))  # each run has its own: nobody finds an old one
+        self.failed = []
+        self.is_interrupted = False
+
+    def launch(self, run: Run):
+        """-> its RESULTs, or [{"failed": why}], and its log."""
+        say(run.name)
+        n_hosts = 2 if run.rate else self.hosts.n
+        if run.W > 1 and run.W % n_hosts > 0:
+            refuse(f"{run.name}: {run.W} ranks do not divide among {n_hosts} hosts")
+        log = self.folder / f"{run.name}.log"
+        with cable(run.rate) if run.rate else contextlib.nullcontext(self.hosts) as hosts:
+            results = launch(run, hosts, next(self.ports), self.folder, log)
+        with (self.folder / "results.jsonl").open("a") as file:
+            for result in results:
+                facts = dict(kind=run.kind, row=run.row, W=run.W, **result)
+                file.write(json.dumps(facts) + "\n")
+        return results, log.read_text(errors="replace")
+
+    def launch_all(self, planned: list, n_rounds: int) -> dict:
+        """-> {Run: its RESULTs}. Each round runs every row once, so that what else the machine does
+        meets all of them alike. Ctrl-C ends it, with what there is."""
+        results = {}
+        try:
+            for _ in range(n_rounds):
+                for run in planned:
+                    made, _ = self.launch(run)
+                    for result in made:
+                        if "failed" in result:
+                            say(f"failed: {result['failed']}")
+                            self.failed.append(f"{run.name}: {result['failed']}")
+                        else:
+                            results.setdefault(run, []).append(result)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+        return results
 
 
-def plan(name, command, options):
-    """-> [Run] in their order. Refuses what some run would refuse."""
-    labels = [*command.labels, *options.rates]
-    if command.rates == "instead" and options.rates:
-        if len(options.rates) > 1:
-            refuse(f"{name} takes one rate, not {' and '.join(options.rates)}")
-        labels = options.rates
-    if not labels:
-        refuse(f"{name} needs rates, such as {command.example}")
-    runs = []
-    n_rounds = options.rounds or command.rounds
-    for round_number in range(1, n_rounds + 1):
-        for label in labels:
-            for W in options.worlds or command.worlds:
-                for row in choose_rows(command, options):
-                    if command.belongs(label, row, W):
-                        runs.append(plan_run(command, options, label, row, W, round_number))
-    check_packages(command, runs)
-    if not runs:
-        refuse(f"{name}: none of these rows can run at these --worlds")
-    check_flags(command, options, runs)
-    for rate in options.rates:
-        check_link()
-        with link(rate):  # tc alone knows which rates there are: so one is made, and removed
-            pass
-    return runs
-
-
-def plan_run(command, options, label, row, W, round_number):
-    m = options.micro_batch_size or command.micro_batch_size
-    batch = m * command.batch_size(label, W)
-    if batch % (m * W) > 0:
-        refuse(f"{row}, W={W}: {batch} sequences of a step, in micro batches of {m}, do not divide "
-               f"among {W} ranks")
-    if row.startswith("single"):  # each process has its part
-        batch //= W
-    flags = [
-        *command.label_flags(label), *ONLY_STEPS, *command.flags, *options.flags,
-        "--micro_batch_size", str(m),
-        "--global_batch_size", str(batch),
-        "--mode", *row.split(),
-    ]
-    program = command.program
-    if row.startswith("deepspeed"):
-        program = "bench/deepspeed_rows.py"
-    return Run(label, row, W, round_number, program, flags)
-
-
-def check_packages(command, runs):
-    needed = ["torch", *command.packages]
-    if any(run.row.split()[0] in DEEPSPEEDS for run in runs):
-        needed.append("deepspeed")
-    for package in needed:
-        if importlib.util.find_spec(package) is None:
-            refuse(f"this needs a package: pip install {package}")
-
-
-def check_flags(command, options, runs):
-    """Ask train.py, for each run of the first round."""
-    questions = []
-    for run in runs:
-        if run.round > 1:
+def make_folder(name):
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in range(1, 100):
+        folder = BENCH / (f"{name}_{stamp}" if number == 1 else f"{name}_{stamp}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
             continue
-        flags = [*run.flags]
-        if run.row.split()[0] in DEEPSPEEDS:  # no mode of train.py, and of no flags of its own
-            flags[flags.index("--mode") + 1] = "ddp"
-        questions.append(dict(row=run.row, W=run.W, flags=flags, are_alone=run.are_alone,
-                              hosts=2 if run.is_over_link else 1))
-    ask("check", json.dumps(dict(flags=options.flags, runs=questions)))
+        except OSError as error:
+            refuse(f"{BENCH}, where results go: {error.strerror}")
+    refuse(f"{folder} and 99 others are there already")
 
 
 # -------------------------------------------------------------------------------------------------
-# files of a start
+# tables that are not of train.py alone: -> rows, columns, a picture, a text below
 
 
-def describe(words, machine=None):
-    """Facts of a start."""
+def of_train(name, options, bench):
+    table = TABLES[name]
+    planned = list(table.runs(options))
+    results = Results(bench.launch_all(planned, options.rounds or table.rounds), options)
+    rows = [columns_of(run, results) for run in results.of]
+    columns = table.columns.split(", ")
+    if table.pivot:
+        rows, columns = pivoted(rows, *columns)
+    if options.price and "hours for 10^9 tokens" in columns:
+        columns.append("$ for 10^9 tokens")
+    if options.until_loss:
+        columns += [f"steps to {options.until_loss}", f"seconds to {options.until_loss}"]
+    return rows, columns, table.picture, ""
+
+
+def of_program(name, options, bench):
+    """collectives and overhead: each rank runs the program, and rank 0 tells rows."""
+    words = tuple(options.flags)
+    if name == "collectives":
+        words += ("--sizes", ",".join(map(str, options.sizes)), "--repeats", str(options.repeats))
+    planned = []
+    for W in options.worlds or ((2, 4) if name == "collectives" else (1, 2)):
+        planned.append(Run(name, W, words, program=f"bench/{name}.py"))
+    rows = []
+    for results in bench.launch_all(planned, 1).values():
+        rows += results
+    columns = [name for name in (rows[0] if rows else {}) if name != "metrics"]
+    return rows, columns, None, ""
+
+
+def of_fit(name, options, bench):
+    rows, text = [], ""
+    try:
+        for row in fit.search(options, bench):
+            rows.append(row)
+    except KeyboardInterrupt:
+        bench.is_interrupted = True
+    except fit.Stop as reason:
+        bench.failed.append(str(reason))
+    columns = ["mode", "W", "largest model, M", "layers", "tokens/s",
+               "bytes of the budget a parameter"]
+    for row in rows:
+        row["row"] = row["mode"]
+    return rows, columns, Picture(("largest model, M",), "W"), text
+
+
+def of_predict(options):
+    """-> rows, columns, what they are made of."""
+    if (options.step_ms is None) == (options.result is None):
+        refuse("predict needs a step that was measured: --step_ms 123, or --result FILE with a "
+               "RESULT line")
+    unit_sizes, tokens = None, options.tokens
+    step_ms = options.step_ms
+    if options.result is not None:
+        result = last_result(options.result)
+        step_ms = result["step_ms"] - (result.get("comm_exposed_ms") or 0.0)
+        unit_sizes = result.get("unit_sizes")
+        of_rank = result["tokens_per_sec"] * result["step_ms"] / 1e3 / result["world_size"]
+        tokens = tokens or round(of_rank)
+    preset = PRESETS[options.model]
+    if unit_sizes is None:
+        with torch.device("meta"):
+            gpt = GPT(GPTConfig(vocab_size=options.vocab_size, **preset))
+        from bench.counted import unit_sizes as sizes_of
+        unit_sizes = sizes_of(gpt)
+    tokens = tokens or preset["block_size"]
+    work = predict.Work(unit_sizes, step_ms / 1e3, options.micro_steps, options.param_bytes,
+                        options.reduce_bytes, round(options.bucket_cap_mb * 2**20))
+    links = predict.Links(options.node_size, options.intra * 1e9, options.inter * 1e9,
+                          options.latency_us / 1e6)
+    worlds = options.worlds or [2**n for n in range(11)]
+    modes = options.modes or predict.MODES
+    unknown = set(modes) - set(predict.MODES)
+    if unknown:
+        refuse(f"predict has no mode {min(unknown)}: choose among {' '.join(predict.MODES)}")
+    rows = predict.predicted(work, links, modes, worlds, tokens, options.price)
+    text = (f"On paper: {sum(unit_sizes):,} parameters in {len(unit_sizes) - 1} blocks and a root, "
+            f"{tokens:,} tokens a rank, which computes for {step_ms:g} ms. {options.node_size} "
+            f"ranks a node, {options.intra:g} GB/s inside of it, {options.inter:g} GB/s between "
+            "nodes. bench/predict.py says what is assumed.")
+    return rows, list(rows[0]), text
+
+
+def last_result(path):
+    try:
+        text = path.read_text()
+    except OSError as error:
+        refuse(f"--result {path}: {error.strerror}")
+    for line in reversed(text.splitlines()):
+        start = line.find("{")
+        if line.startswith(("RESULT {", "{")):
+            with contextlib.suppress(ValueError):
+                result = json.loads(line[start:])
+                if result.get("step_ms"):
+                    return result
+    refuse(f"--result {path}: it has no RESULT line of train.py with a step_ms")
+
+
+# -------------------------------------------------------------------------------------------------
+# printing
+
+
+def pivoted(rows, first, across, value):
+    """-> rows that have a column for each value of the column `across`, and the columns."""
+    lines = {}
+    names = []
+    for row in rows:
+        name = f"{across}={row[across]}"
+        if name not in names:
+            names.append(name)
+        lines.setdefault(row[first], {first: row[first]})[name] = row[value]
+    return list(lines.values()), [first, *names]
+
+
+def cell(value):
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, (str, int)):
+        return str(value)
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
+def print_table(rows, columns):
+    """As Markdown. Leaves out columns in which there is nothing."""
+    texts = [[cell(row.get(name)) for name in columns] for row in rows]
+    kept = []
+    for place in range(len(columns)):
+        if any(text[place] != "-" for text in texts):
+            kept.append(place)
+    for line in [columns, ["---"] * len(columns), *texts]:
+        print("| " + " | ".join(line[place] for place in kept) + " |")
+    print()
+
+
+def machine(options):
+    """What it runs on."""
     kind = platform.machine()
     cpus = pathlib.Path("/proc/cpuinfo")
     if cpus.exists():
         for name in re.findall(r"^model name\s*: (.*)$", cpus.read_text(), re.MULTILINE)[:1]:
             kind = name
     text = f"{os.cpu_count()} cores of {kind}"
-    if machine is not None:
-        text = f"{machine['n_devices']} x {machine['name']}, {text}"
-    return dict(
-        command=words[0],
-        words=shlex.join(words),
-        machine=text,
-        n_devices=machine["n_devices"] if machine else None,
-        torch=importlib.metadata.version("torch"),
-        commit=commit(),
-        date=datetime.datetime.now().isoformat(" ", "seconds"),
-    )
+    if "--device" in getattr(options, "flags", []) and torch.accelerator.is_available():
+        name = torch.get_device_module().get_device_name()
+        text = f"{torch.accelerator.device_count()} x {name}, {text}"
+    return text
 
 
 def commit():
-    if shutil.which("git") is None:
-        return "unknown"
     words = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 
-def make_folder():
-    try:
-        BENCH.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"{BENCH}, where results go: {error.strerror}")
-    if not os.access(BENCH, os.W_OK):
-        refuse(f"{BENCH}, where results go, cannot be written to")
-
-
-def reserve(name):
-    """-> the path of a new, empty .md file, dated, which no other start has."""
-    make_folder()
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    path = BENCH / f"{name}_{stamp}.md"
-    n = 1
-    while True:
-        try:
-            path.open("x").close()
-            return path
-        except FileExistsError:
-            n += 1
-            path = BENCH / f"{name}_{stamp}-{n}.md"
-
-
-def captured(function, *arguments):
-    """What function prints."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        function(*arguments)
-    return text.getvalue()
-
-
-# -------------------------------------------------------------------------------------------------
-# the loop
-
-
-def run_all(runs, results, folder, signals):
-    """Run the rows of a plan; append lines to the file results as they come."""
-    start_s = time.monotonic()
-    made = None  # the rate of the link that is there
-    with contextlib.ExitStack() as links:
-        for run in runs:
-            rate = run.label if run.is_over_link else None
-            if rate != made:
-                links.close()  # removes the one before
-                links.enter_context(link(rate))
-                made = rate
-            facts = launch(run, folder, signals)
-            if signals:
-                return
-            with results.open("a") as file:
-                for line in facts:
-                    line["after_s"] = time.monotonic() - start_s
-                    file.write(json.dumps(line) + "\n")
-
-
-def run_rows(name, words, signals):
-    """-> exit status."""
-    options = read_options(name, words)
-    command = COMMANDS[name]
-    machine = find_machine(name)
-    if command.adapt is not None:
-        command = command.adapt(command, machine)
-    runs = plan(name, command, options)
-    if signals:
-        return 128 + signals[0]
-    if command.note:
-        say(command.note)
-    page = reserve(name)
-    results, folder = page.with_suffix(".jsonl"), page.with_suffix("")
-    folder.mkdir()
-    start = describe([name, *words], machine)
-    start.update(note=command.note, price=options.price, epoch_tokens=options.epoch_tokens)
-    results.write_text(json.dumps(start) + "\n")
-
-    run_all(runs, results, folder, signals)
-    for out_dir in folder.glob("run?*/"):
-        shutil.rmtree(out_dir)
-
-    text = captured(print_tables, results)
-    if name == "gpu" and not signals:
-        overhead = [sys.executable, "bench/overhead.py", "--device", machine["kind"]]
-        text += subprocess.run(overhead, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
-    page.write_text(text)
-    print(text, end="", flush=True)
-    say(f"these are in {page.relative_to(ROOT)}")
-    if signals:
-        return 128 + signals[0]
-    finished = read_results(results)
-    if command.draws and finished.runs:
-        words = [sys.executable, "bench/pictures.py", name, str(results), "--into", str(folder)]
-        subprocess.run(words, cwd=ROOT, stdout=sys.stderr)  # stdout has the tables alone
-    return 1 if finished.failed else 0
-
-
-# -------------------------------------------------------------------------------------------------
-# programs that make tables of their own
-
-
-def follow(words, lines, signals):
-    """Run a program; print what it prints at once, and append it to lines -> exit status."""
-    def echo():
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            lines.append(line)
-
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                               start_new_session=True)
-    reader = threading.Thread(target=echo, daemon=True)
-    reader.start()
-    wait([process], signals)
-    reader.join(timeout=5)  # what the program has left behind may keep its stdout open
-    return process.returncode
-
-
-def check_words(path, words):
-    """Let a program that torchrun starts look at its flags here, where it refuses them once, in a
-    line and with status 2."""
-    program = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-    sys.argv[1:] = words
-    program.parse_arguments()
-
-
-def run_program(name, words, signals):
-    """A program that makes its own tables, which are also kept -> its exit status."""
-    command = COMMANDS[name]
-    start = describe([name, *words])
-    start_s = time.monotonic()
-    worlds = [1]
-    if command.once_per_W:
-        parser = make_parser()
-        parser.add_argument("--worlds", type=whole_numbers, default=command.worlds)
-        given, words = parser.parse_known_args(words)
-        worlds = given.worlds
-        check_words(command.program, words)
-    lines = []
-    status = 0
-    for W in worlds:
-        program = [*TORCHRUN, "--standalone", f"--nproc_per_node={W}"]
-        if W == 1:  # whose refusals are one line, without torchrun's report
-            program = [sys.executable]
-        status = follow([*program, command.program, *words], lines, signals)
-        if status != 0:
-            break
-    if lines:
-        page = reserve(name)
-        head = captured(print_head, start, time.monotonic() - start_s)
-        page.write_text(head + "".join(lines))
-        say(f"these are in {page.relative_to(ROOT)}")
-    return 128 + signals[0] if signals else status
-
-
-# -------------------------------------------------------------------------------------------------
-
-
-def print_again(words):
-    """table: COMMAND or FILE, and another --price."""
-    parser = make_parser()
-    parser.add_argument("what", nargs="?")
-    parser.add_argument("--price", type=number)
-    parser.add_argument("--epoch_tokens", type=whole_number)
-    given = parser.parse_args(words)
-    if given.what is None:
-        refuse("table needs a command, or a file such as out/bench/modes_....jsonl")
-    path = newest(given.what) if given.what in COMMANDS else pathlib.Path(given.what)
-    changes = {}
-    for option in ("price", "epoch_tokens"):
-        value = getattr(given, option)
-        if value is not None:
-            changes[option] = value
-    print_tables(path, changes)
+def show(words, options, seconds, rows, columns, text, failed):
+    """Print a table and what it is of."""
+    facts = dict(command=shlex.join(["./bench.sh", *words]), machine=machine(options),
+                 torch=torch.__version__, commit=commit(),
+                 date=datetime.datetime.now().isoformat(" ", "minutes"), seconds=round(seconds))
+    if options.json:
+        kept = [{name: row.get(name) for name in columns} for row in rows]
+        made = train.finite(dict(facts, rows=kept, text=text, failed=failed))
+        print(json.dumps(made, indent=1))
+        return
+    minutes, seconds = divmod(facts["seconds"], 60)
+    print(f"`{facts['command']}`: {facts['machine']}, torch {facts['torch']}, commit "
+          f"{facts['commit']}, {facts['date']}, took {minutes} min {seconds} s\n")
+    for line in failed:
+        print(f"Failed: {line}\n")
+    if rows:
+        print_table(rows, columns)
+    if text:
+        print(f"{text}\n")
 
 
 def main():
     sys.argv[0] = "bench.sh"  # what refusals begin with
     words = sys.argv[1:]
-    is_program = bool(words) and words[0] in COMMANDS and COMMANDS[words[0]].own_tables
-    if {"-h", "--help"} & set(words) and not is_program:  # a program has a page of its own
+    if {"-h", "--help"} & set(words):
         print(usage())
         return 0
-    if not words or words[0] not in (*COMMANDS, "table"):
+    if not words or words[0] not in (*TABLES, *OTHERS):
         print(usage(), file=sys.stderr)
         return 2
-    name, *words = words
-    if name == "table":
-        print_again(words)
+    name = words[0]
+    options = read_options(name, words[1:])
+    start_s = time.monotonic()
+    if name == "compare":
+        tolerance = compare.Tolerance(options.rtol, options.atol)
+        rows, text, are_near = compare.compare(*options.out_dirs, tolerance)
+        show(words, options, time.monotonic() - start_s, rows, list(rows[0]), text, [])
+        return 0 if are_near else 1
+    if name == "predict":
+        rows, columns, text = of_predict(options)
+        show(words, options, time.monotonic() - start_s, rows, columns, text, [])
         return 0
-    signals = []
-    note_signals(signals)
-    if COMMANDS[name].own_tables:
-        return run_program(name, words, signals)
-    return run_rows(name, words, signals)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    if name in TABLES:
+        make, _ = of_train, [*TABLES[name].runs(options)]  # refuses before there is a folder
+    else:
+        make = of_fit if name == "fit" else of_program
+    bench = Bench(name, options)
+    rows, columns, picture, text = make(name, options, bench)
+    if options.node_rank > 0:
+        say("the table is printed where --node_rank is 0")
+        return 0
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        show(words, options, time.monotonic() - start_s, rows, columns, text, bench.failed)
+    print(printed.getvalue(), end="", flush=True)
+    (bench.folder / "table.md").write_text(printed.getvalue())
+    if options.svg and picture is not None and rows:
+        from bench.draw import draw
+        draw(rows, picture, options.svg)
+    if bench.is_interrupted:
+        return 128 + signal.SIGINT
+    return 1 if bench.failed else 0
 
 
 if __name__ == "__main__":

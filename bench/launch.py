@@ -1,12 +1,15 @@
-"""Run a row once: its processes, their log, its RESULT, or why there is none; and how to stop it.
+"""Start the ranks of a run, wait for them, and stop them.
 
-Processes are in sessions of their own, so a Ctrl-C reaches bench.sh alone, which then stops them.
+Ranks are on this host. Or on two hosts, for which network namespaces stand, with a cable of some
+rate between them. Or, with --nnodes, on several hosts, on each of which bench.sh was started with
+the same words: then each process starts the ranks of its own host.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
@@ -14,37 +17,46 @@ import subprocess
 import sys
 import time
 
-from bench.timeline import refuse, ROOT
-
-PATIENCE_S = 40  # a rank finishes its step when it is told to end; torchrun kills it after 30 s
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+COUNTED, DEEPSPEED, FIT = "bench/counted.py", "bench/deepspeed_rows.py", "bench/fit.py"
+PATIENCE_S = 40  # a rank finishes its step when it is told to end; torchrun kills it after 30 s
+FIRST_PORT = 29477
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Run:
-    """A row, once."""
-    label: str
-    row: str
+    """A row of a table is made of one of these, which runs once in each round."""
+    row: str  # a mode of train.py, with flags of its own
     W: int
-    round: int
-    program: str
-    flags: list
+    flags: tuple  # of the program, all but --out_dir
+    kind: str = ""  # what else tells rows apart, such as weak and strong scaling
+    rate: str | None = None  # of the cable between two hosts, such as 1gbit; None: one host
+    program: str = COUNTED
 
     @property
-    def name(self):
-        words = [self.row, f"W={self.W}", f"round {self.round}"]
-        if self.label:
-            words.insert(0, self.label)
-        return ", ".join(words)
+    def name(self) -> str:
+        words = [self.kind, self.row, f"W={self.W}"]
+        return ", ".join(word for word in words if word)
 
     @property
-    def is_over_link(self):
-        return self.label.endswith("bit")
-
-    @property
-    def are_alone(self):
+    def is_alone(self) -> bool:
         """Whether its ranks are processes that know nothing of each other."""
-        return self.row.startswith("single") and self.W > 1
+        return self.row.startswith("single")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """n hosts, of which `here` are those whose ranks this process starts."""
+    n: int = 1
+    here: tuple = (0,)
+    address: str = ""  # of host 0
+    namespaces: tuple = ()  # that stand for hosts
+
+
+def refuse(why):
+    print(f"bench.sh: {why}", file=sys.stderr)
+    sys.exit(2)
 
 
 def say(text):
@@ -52,168 +64,138 @@ def say(text):
 
 
 # -------------------------------------------------------------------------------------------------
-# signals
+# a cable between two network namespaces
 
 
-def note_signals(signals):
-    """Let SIGINT and SIGTERM be noted in a list, where whoever waits looks. If they raised, they
-    could interrupt the start of a process, of which nobody would know then."""
-    def note(number, frame):
-        signals.append(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, note)
-
-
-def wait(processes, signals):
-    """Until all have ended; once a signal has come, until all have been stopped."""
-    while any(process.poll() is None for process in processes):
-        if signals:
-            stop(processes)
-        time.sleep(0.05)
-
-
-def stop(processes):
-    for number, patience_s in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, PATIENCE_S)):
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, number)
-        deadline = time.monotonic() + patience_s
-        while time.monotonic() < deadline:
-            if all(process.poll() is not None for process in processes):
-                return
-            time.sleep(0.05)
-
-
-# -------------------------------------------------------------------------------------------------
-# a link: two network namespaces, which stand for hosts, and a cable between them
-
-HOSTS = (0, 1)
-
-
-def namespace(host):
-    """Of this process alone, so two starts do not cut each other's cable."""
-    return f"nanozero{os.getpid()}_{host}"
-
-
-def address(host):
+def address_of(host):
     return f"10.77.0.{host + 1}"
-
-
-def check_link():
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        refuse("a link needs ip and tc, of Linux: apt-get install iproute2")
-    if os.geteuid() != 0:
-        refuse("only root on Linux can make the network namespaces of a link")
-
-
-@contextlib.contextmanager
-def link(rate):
-    """A cable of this rate, for as long as the context lasts. None: no cable."""
-    if rate is None:
-        yield
-        return
-    try:
-        for host in HOSTS:
-            call("ip", "netns", "add", namespace(host))
-        call("ip", "link", "add", "nanozero0", "netns", namespace(0), "type", "veth",
-             "peer", "name", "nanozero1", "netns", namespace(1))
-        for host in HOSTS:
-            device = f"nanozero{host}"
-            inside = ("ip", "-n", namespace(host))
-            call(*inside, "addr", "add", f"{address(host)}/24", "dev", device)
-            call(*inside, "link", "set", device, "up")
-            call(*inside, "link", "set", "lo", "up")
-            call("ip", "netns", "exec", namespace(host), "tc", "qdisc", "replace", "dev", device,
-                 "root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
-        yield
-    except subprocess.CalledProcessError as error:
-        why, _, _ = error.stderr.strip().partition("\n")
-        refuse(f"a link of {rate}: {why}")
-    finally:
-        for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", namespace(host)], capture_output=True)
 
 
 def call(*words):
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
+@contextlib.contextmanager
+def cable(rate: str):
+    """A context -> two Hosts with a cable of this rate. Linux, for root, with ip and tc."""
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        refuse("a cable needs ip and tc, of Linux: apt-get install iproute2")
+    if os.geteuid() != 0:
+        refuse("only root can make the network namespaces of a cable")
+    names = (f"nanozero{os.getpid()}_0", f"nanozero{os.getpid()}_1")
+    try:
+        for name in names:
+            call("ip", "netns", "add", name)
+        call("ip", "link", "add", "nanozero0", "netns", names[0], "type", "veth",
+             "peer", "name", "nanozero1", "netns", names[1])
+        for host, name in enumerate(names):
+            device = f"nanozero{host}"
+            call("ip", "-n", name, "addr", "add", f"{address_of(host)}/24", "dev", device)
+            call("ip", "-n", name, "link", "set", device, "up")
+            call("ip", "-n", name, "link", "set", "lo", "up")
+            call("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", device, "root",
+                 "tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
+        yield Hosts(2, (0, 1), address_of(0), names)
+    except subprocess.CalledProcessError as error:
+        why, _, _ = error.stderr.strip().partition("\n")
+        refuse(f"a cable of {rate}: {why}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
 # -------------------------------------------------------------------------------------------------
-# a run
+# processes
 
 
-def launch(run, folder, signals):
-    """Run a row -> [{fact: value}], a line of the table's file each: RESULTs, or why there are
-    none. Its log, metrics and traces stay in folder. Nothing if a signal has come."""
-    log = folder / f"{run.name}.log"
-    say(run.name)
-    with log.open("w") as output:
-        processes = start_processes(run, folder, output)
-        wait(processes, signals)
-    if signals:
-        return []
-    facts = dict(label=run.label, row=run.row, W=run.W, name=run.name, **keep_files(run, folder))
-    text = log.read_text(errors="replace")
-    results = re.findall(r"^RESULT (\{.*\})$", text, re.MULTILINE)
-    if results:
-        return [facts | json.loads(result) for result in results]
-    why = reason(text) or f"see {log}"
-    say(f"failed: {why}")
-    return [facts | dict(failed=why)]
+def commands_of(run: Run, hosts: Hosts, port: int, folder: pathlib.Path) -> list:
+    """-> [(words, environment)] of the processes that this one has to start."""
+    n_local = max(1, run.W // hosts.n)
+    commands = []
+    for host in hosts.here:
+        if run.W == 1 and host > 0:
+            continue  # one rank is on the first host
+        inside, environment = [], {}
+        if hosts.namespaces:
+            inside = ["ip", "netns", "exec", hosts.namespaces[host]]
+            environment = dict(GLOO_SOCKET_IFNAME=f"nanozero{host}")
+        if run.is_alone:
+            for number in range(n_local):
+                of_process = out_dir(run, folder, host * n_local + number)
+                words = [sys.executable, run.program, *run.flags, *of_process]
+                of_rank = dict(LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(n_local))
+                commands.append((inside + words, environment | of_rank))
+            continue
+        torchrun = [*TORCHRUN, f"--nproc_per_node={n_local}"]
+        if run.W == 1 or hosts.n == 1:
+            torchrun.append("--standalone")
+        else:
+            torchrun += [f"--nnodes={hosts.n}", f"--node_rank={host}",
+                         f"--master_addr={hosts.address}", f"--master_port={port}"]
+        if hosts.namespaces:
+            torchrun.append(f"--local-addr={address_of(host)}")
+        words = [*torchrun, run.program, *run.flags, *out_dir(run, folder, 0)]
+        commands.append((inside + words, environment))
+    return commands
 
 
-def start_processes(run, folder, output):
-    """-> those of a row: torchrun's, of each host; or separate ones, which divide its batch."""
-    program = [run.program]
-    if run.program == "bench/timeline.py":
-        program.append("run")
+def out_dir(run, folder, number):
+    """Of a run of train.py; other programs leave nothing."""
+    trains = run.program in (COUNTED, DEEPSPEED, FIT)
+    return ["--out_dir", str(folder / f"out{number}")] if trains else []
+
+
+def stop(processes):
+    """Those that still run: ask them to end, and kill them if they do not."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline_s:
+            if all(process.poll() is not None for process in processes):
+                return
+            time.sleep(0.05)
+
+
+def launch(run: Run, hosts: Hosts, port: int, folder: pathlib.Path, log: pathlib.Path) -> list:
+    """Run it to its end -> what its RESULT lines say, with the entries of metrics.jsonl as
+    `metrics`; or [{"failed": reason}]. Its output stays in the file log, nothing else does.
+
+    However this ends, as by Ctrl-C, all processes have ended: they are in sessions of their own, so
+    a terminal's signal comes to this process alone.
+    """
     processes = []
-
-    def start(words, environment):
-        processes.append(subprocess.Popen(words, env={**os.environ, **environment}, cwd=ROOT,
-                                          stdout=output, stderr=subprocess.STDOUT,
-                                          start_new_session=True))
-
-    if run.are_alone:
-        for rank in range(run.W):
-            out_dir = str(folder / f"run{rank}")
-            words = [sys.executable, *program, *run.flags, "--out_dir", out_dir]
-            start(words, dict(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(run.W)))
-        return processes
-    words = [*program, *run.flags, "--out_dir", str(folder / "run0")]
-    if not run.is_over_link:
-        start([*TORCHRUN, "--standalone", f"--nproc_per_node={run.W}", *words], {})
-        return processes
-    for host in HOSTS:
-        start(["ip", "netns", "exec", namespace(host), *TORCHRUN, "--nnodes=2",
-               f"--node_rank={host}", f"--nproc_per_node={run.W // 2}",
-               f"--master_addr={address(0)}", "--master_port=29477",
-               f"--local-addr={address(host)}", *words],
-              dict(GLOO_SOCKET_IFNAME=f"nanozero{host}"))
-    return processes
+    with log.open("w") as output:
+        try:
+            for words, environment in commands_of(run, hosts, port, folder):
+                processes.append(subprocess.Popen(
+                    words, env={**os.environ, **environment}, cwd=ROOT, stdin=subprocess.DEVNULL,
+                    stdout=output, stderr=subprocess.STDOUT, start_new_session=True))
+            for process in processes:
+                process.wait()
+        finally:
+            stop(processes)
+    metrics = metrics_in(folder / "out0")
+    for path in folder.glob("out*"):
+        shutil.rmtree(path)
+    text = log.read_text(errors="replace")
+    results = []
+    for line in re.findall(r"^RESULT (\{.*\})$", text, re.MULTILINE):
+        results.append(dict(json.loads(line), metrics=metrics))
+    if results or 0 not in hosts.here:  # rank 0 prints them, on host 0
+        return results
+    return [dict(failed=reason_in(text) or f"see {log}")]
 
 
-def keep_files(run, folder):
-    """Give what a run has left in its out_dir the name of the run -> facts from its metrics."""
-    facts = {}
-    for number in range(run.W if run.are_alone else 1):
-        out_dir = folder / f"run{number}"
-        metrics = out_dir / "metrics.jsonl"
-        if metrics.exists():
-            n = metrics.read_text().count('"skipped": true')
-            facts["skipped_steps"] = facts.get("skipped_steps", 0) + n
-            process = f", process {number}" if run.are_alone else ""
-            metrics.rename(folder / f"{run.name}{process}.metrics.jsonl")
-        for trace in out_dir.glob("trace_rank*.json"):
-            rank = trace.stem.removeprefix("trace_rank")
-            trace.rename(folder / f"{run.name}, rank {rank}.json")
-    return facts
+def metrics_in(folder):
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.open()] if path.exists() else []
 
 
-def reason(log):
-    """The first line that says why; None if no line does."""
+def reason_in(log):
+    """The first line that says why a run has failed; None if no line does."""
     for line in log.splitlines():
-        if re.match(r"(\[rank\d+\]: )?([A-Za-z.]*(Error|Exception)|[a-z_]+\.py):", line):
+        if re.match(r"(\[rank\d+\]: )?([A-Za-z.]*(Error|Exception)|[a-z_0-9]+\.py):", line):
             return line.strip()[:200]
     return None

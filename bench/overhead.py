@@ -1,12 +1,11 @@
-"""What a wrapper adds to a step of training, beside torch's own wrappers.
+"""What a wrapper adds to a step of training, beside torch's own: the ranks of ./bench.sh overhead.
 
     python bench/overhead.py                                 one rank
     torchrun --nproc_per_node=2 bench/overhead.py            two
-    python bench/overhead.py --counts                        lines for dropin/tests/test_overhead.py
 
-`./bench.sh overhead` makes both tables. A GPT of 12 layers and 149 parameters is so small that it
-computes next to nothing. What is left is what the CPU has to do, which is what a small step on an
-accelerator takes. Counted are, each above the step of the model without a wrapper:
+A RESULT line for each wrapper. The GPT of model.py, with 12 blocks and 74 parameters, is so small
+that it computes next to nothing. What is left is what the CPU has to do, which is what a small step
+on an accelerator takes. Counted are, each above the step of the model without a wrapper:
 
     kernels           operations that an accelerator launches, of 5 to 10 us of CPU time each
     views             tensors that are made of the memory of others, without a kernel
@@ -26,8 +25,8 @@ CPU us are those until all is launched.
 """
 
 import argparse
-import cProfile
 import contextlib
+import cProfile
 import dataclasses
 import functools
 import gc
@@ -40,8 +39,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -54,63 +51,16 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import ddp
 import dropin
 import zero
-from bench.start import join, Parser
-from bench.timeline import refuse
+from bench.start import join, report
+from model import GPT, GPTConfig
 
-# -------------------------------------------------------------------------------------------------
-# the model
-
-LAYERS = 12
-WIDTH = 32
-HEADS = 2
-TOKENS = 8
-VOCABULARY = 64
-
-
-class Block(nn.Module):
-    """A block of GPT-2: twelve parameters, 50,816 bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.mlp_norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.proj = nn.Linear(WIDTH, WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        B, T, C = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(B, T, 3, HEADS, C // HEADS)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(B, T, C))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, idx, targets):
-        places = torch.arange(idx.shape[1], device=idx.device)
-        x = self.tokens(idx) + self.positions(places)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
+SIZES = dict(n_layer=12, n_head=2, n_embd=32, block_size=8, vocab_size=64)
 
 # -------------------------------------------------------------------------------------------------
 # systems: a net -> the model that is called, its optimizer
 
-# Of a block of 50,816 bytes: about what 25 MB, the usual size of a bucket, are of the 28 MB of a
-# block of GPT-2. So a block fills one bucket, and begins another one.
+# Of a block of 50 kB: about what 25 MB, the usual size of a bucket, are of the 28 MB of a block of
+# GPT-2. So a block fills one bucket, and begins another one.
 BUCKET_BYTES = 45_000
 BUCKET_MB = BUCKET_BYTES / 2**20
 
@@ -133,7 +83,7 @@ def torch_zero(net):
 
 
 def fsdp2(net):
-    mesh = init_device_mesh(net.head.weight.device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh(net.wte.weight.device.type, (dist.get_world_size(),))
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -185,18 +135,17 @@ class Training:
     """A system, built, and its step. Each rank has a sequence of its own."""
 
     def __init__(self, name, device):
-        torch.manual_seed(0)
-        with device:
-            net = Net()
+        net = GPT(GPTConfig(**SIZES)).to(device)
         self.model, self.optimizer = SYSTEMS[name](net)
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
-        sequence = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=generator).to(device)
+        shape = 1, SIZES["block_size"] + 1
+        sequence = torch.randint(SIZES["vocab_size"], shape, generator=generator).to(device)
         self.inputs = sequence[:, :-1]
         self.targets = sequence[:, 1:]
 
     def step(self, n=1):
         for _ in range(n):
-            loss = self.model(self.inputs, self.targets)
+            _, loss = self.model(self.inputs, self.targets)
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -216,7 +165,7 @@ class Counts:
     views: int = 0
     collectives: int = 0
     allocations: int = 0
-    records: int = 0
+    record_function: int = 0
     calls: float = math.nan  # not counted
 
     def __sub__(self, other):
@@ -251,7 +200,7 @@ class Counter(TorchDispatchMode):
         if operation.namespace == "c10d":
             counts.collectives += 1
         elif operation.namespace == "profiler":
-            counts.records += 1
+            counts.record_function += 1
         elif operation._opname in ALLOCATIONS:
             counts.allocations += 1
         elif is_view(operation):
@@ -325,63 +274,23 @@ def fastest_us(device, n_steps):
 # -------------------------------------------------------------------------------------------------
 
 
-def parse_arguments():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="steps of each wrapper to time")
-    parser.add_argument("--device", default="cpu", help="an accelerator to run on, such as cuda")
-    parser.add_argument("--counts", action="store_true",
-                        help="print what dropin/tests/test_overhead.py expects of our wrappers")
-    arguments = parser.parse_args()
-    if arguments.steps < 1:
-        refuse(f"--steps {arguments.steps}: choose 1 or more")
-    return arguments
-
-
-def print_table(counts, fastest):
-    """What each system adds to the first one; of that one what it has."""
-    W = dist.get_world_size()
-    head = [f"W = {W}", "kernels", "views", "collectives", "allocations", "record_function",
-            "calls", "CPU us"]
-    print("| " + " | ".join(head) + " |")
-    print("| " + " | ".join(["---"] * len(head)) + " |")
-    for name in SYSTEMS:
-        added, us = counts[name], fastest[name]
-        sign = ""
-        if name != "none":
-            added, us, sign = added - counts["none"], us - fastest["none"], "+"
-        numbers = [*dataclasses.astuple(added), us]
-        cells = [name]
-        for number in numbers:
-            cells.append("-" if math.isnan(number) else f"{number:{sign},.0f}")
-        print("| " + " | ".join(cells) + " |")
-    print(flush=True)
-
-
-def print_counts(counts):
-    """As dropin/tests/test_overhead.py has them."""
-    for name in OURS:
-        print(line_of_test(name, dist.get_world_size(), counts[name] - counts["none"]), flush=True)
-
-
-def line_of_test(name, W, added):
-    return f'    ("{name}", {W}): {dataclasses.astuple(added)},'
-
-
 def main():
-    arguments = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    device = join(arguments.device)
+    device = join(options.device)
     counts = {}
     for name in SYSTEMS:
         counts[name] = count(name, device)
-    is_first = dist.get_rank() == 0
-    if not arguments.counts:
-        fastest = fastest_us(device, arguments.steps)
-        if is_first:
-            print_table(counts, fastest)
-    elif is_first:
-        print_counts(counts)
+    fastest = fastest_us(device, options.steps)
+    for name in SYSTEMS:
+        added, us = counts[name], fastest[name]
+        if name != "none":
+            added, us = added - counts["none"], us - fastest["none"]
+        report({"W": dist.get_world_size(), "wrapper": name, **dataclasses.asdict(added),
+                "CPU us": us})
     dist.destroy_process_group()
 
 

@@ -1,19 +1,12 @@
-"""How the programs of bench/ that run by themselves begin: their flags, their device, their ranks.
-"""
+"""How a program of bench/ begins on each rank, and what it says."""
 
-import argparse
+import json
 import os
 
 import torch
 import torch.distributed as dist
 
-from bench.timeline import refuse
 from oracle import kinds_of_devices, take_device
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        refuse(f"{message}: see --help")
 
 
 def join(kind: str | None) -> torch.device:
@@ -22,7 +15,7 @@ def join(kind: str | None) -> torch.device:
     kinds = kinds_of_devices()
     kind = kind or kinds[-1]
     if kind not in kinds:
-        refuse(f"--device {kind} is not on this machine: choose {' or '.join(kinds)}")
+        raise SystemExit(f"--device {kind} is not on this machine: choose {' or '.join(kinds)}")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     n_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = take_device(kind, local_rank, n_local)
@@ -31,4 +24,11 @@ def join(kind: str | None) -> torch.device:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_num_threads(1)
     return device
+
+
+def report(row: dict) -> None:
+    """Let bench.sh know a row of its table."""
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps(row), flush=True)

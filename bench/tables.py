@@ -1,357 +1,285 @@
-"""Markdown tables of what bench.sh has run.
+"""The tables of bench.sh that are made of runs of train.py: which runs, and which columns.
 
-A start of bench.sh writes out/bench/COMMAND_DATE.jsonl. Its first line says what was started, where
-and when. Each other line is a RESULT of train.py with the label, the row and the W of its run, or
-says in "failed" why there is none. The folder COMMAND_DATE has what the runs have left.
+A table has a function that plans its runs, and names of columns. A row is a mode of train.py, with
+flags of its own; it is the median of its rounds.
 """
 
 import dataclasses
-import json
-import pathlib
+import importlib.util
+import math
+from collections.abc import Callable
 
 import numpy as np
 
-from bench.timeline import most_held, print_overlap, refuse, ROOT, WHOLE
+from bench import predict
+from bench.launch import COUNTED, DEEPSPEED, refuse, Run
+from judge.measure import formula_of_bytes
 
-BENCH = ROOT / "out" / "bench"
+STAGES = ("zero1", "zero2", "zero3")
+DEEPSPEEDS = ("deepspeed1", "deepspeed2", "deepspeed3")
 # What does the same in torch.
 COUNTERPARTS = {"naive": "torch-ddp", "ddp": "torch-ddp", "zero1": "torch-zero1",
                 "zero2": "torch-fsdp-kept", "zero3": "torch-fsdp", "deepspeed1": "torch-zero1",
                 "deepspeed2": "torch-fsdp-kept", "deepspeed3": "torch-fsdp"}
-# Of a start.
-FACTS = {"command", "words", "machine", "n_devices", "torch", "commit", "date", "note", "price",
-         "epoch_tokens"}
-TIMES = ("step_ms", "tokens_per_sec", "comm_exposed_ms", "mfu")  # of a RESULT
+# What takes time beside steps is off.
+ONLY_STEPS = ("--eval_steps", "0", "--sample_tokens", "0", "--save_interval", "0",
+              "--check_interval", "0", "--device", "cpu")
+# Until a loss is reached it has to be known.
+UNTIL_LOSS = ("--eval_steps", "80", "--eval_interval", "10", "--max_steps", "400")
+# Sizes at which communication weighs as much as computing: 31.8M parameters, 64 tokens a rank.
+SMALL = ("--n_layer", "10", "--n_head", "8", "--n_embd", "512", "--block_size", "64",
+         "--max_steps", "8")
+BALANCED = ("--n_layer", "6", "--n_head", "6", "--n_embd", "384", "--block_size", "256",
+            "--max_steps", "8")  # 10.7M parameters, 1,024 tokens a rank: bound by computing
+HIERARCHICAL = "ddp --comm_hook hierarchical --node_size 2"
+HOOKS = ("ddp --comm_hook bf16", "ddp --comm_hook powersgd --warmup_steps 0",
+         "ddp --comm_hook topk --warmup_steps 0")
 
 
 # -------------------------------------------------------------------------------------------------
-# results
+# runs
 
 
-@dataclasses.dataclass
+def plan(options, row, W, sequences, micro_batch=1, flags=(), kind="", rate=None) -> Run:
+    """A run in which a step has so many sequences, over all ranks. `single` at W is W processes,
+    each with its part."""
+    m = options.micro_batch_size or micro_batch
+    sequences = sequences * m // micro_batch
+    if sequences % (m * W) > 0:
+        refuse(f"{row}, W={W}: {sequences} sequences of a step, in micro batches of {m}, do not "
+               f"divide among {W} ranks")
+    if row.startswith("single"):
+        sequences //= W
+    until_loss = UNTIL_LOSS if options.until_loss else ()
+    words = (*ONLY_STEPS, *flags, *until_loss, *options.flags, "--micro_batch_size", str(m),
+             "--global_batch_size", str(sequences), "--mode", *row.split())
+    program = DEEPSPEED if row.startswith("deepspeed") else COUNTED
+    return Run(row, W, words, kind, rate, program)
+
+
+def fits(row, W):
+    """One process is `single`; the other modes are there at one rank, too."""
+    return W == 1 or not row.startswith("single")
+
+
+def bits(options):
+    for W in options.worlds or (1, 2, 3, 4, 6, 12):
+        modes = ("single", "naive", "ddp", *STAGES, "torch-ddp", "torch-fsdp")
+        for mode in options.modes or modes:
+            if fits(mode, W):
+                yield plan(options, mode, W, 12, flags=("--max_steps", "20"))
+
+
+def modes(options):
+    rows = ["single", "naive", "torch-ddp", "ddp", "torch-zero1", "zero1", "torch-fsdp-kept",
+            "zero2", "torch-fsdp", "zero3"]
+    if importlib.util.find_spec("deepspeed") is not None:
+        rows += DEEPSPEEDS
+    for W in options.worlds or (1, 2, 4):
+        for row in options.modes or rows:
+            if fits(row, W):
+                yield plan(options, row, W, W, flags=SMALL)
+
+
+def memory(options):
+    for W in options.worlds or (1, 2, 4):
+        for mode in options.modes or ("ddp", *STAGES):
+            yield plan(options, mode, W, W, flags=(*SMALL, "--max_steps", "4"))
+
+
+def scaling(options):
+    for kind in ("weak", "strong"):
+        worlds = options.worlds or (1, 2, 4)
+        for W in worlds:
+            sequences = 4 * (W if kind == "weak" else max(worlds))
+            for row in options.modes or ("single", "naive", "ddp", "zero3"):
+                yield plan(options, row, W, sequences, 4, BALANCED, kind)
+
+
+def buckets(options):
+    for rate in (None, *options.rates):
+        for W in options.worlds or (2,):
+            for mode in options.modes or ("ddp", *STAGES, "torch-ddp"):
+                for size in (1, 4, 25, 100):
+                    row = f"{mode} --bucket_cap_mb {size}"
+                    yield plan(options, row, W, W, flags=SMALL, kind=rate or "loopback", rate=rate)
+
+
+def precisions(options):
+    flags = ("--n_layer", "2", "--n_head", "2", "--n_embd", "64", "--block_size", "64",
+             "--max_steps", "300", "--eval_steps", "80")
+    for W in options.worlds or (1, 2):
+        for mode in options.modes or ("single", "ddp", "zero3", "torch-ddp"):
+            variants = ["--dtype fp32", "--dtype bf16", "--dtype fp16"]
+            if mode in STAGES:
+                variants.append("--param_dtype bf16 --reduce_dtype fp32")
+            for variant in variants:
+                if (W == 1) == (mode == "single"):
+                    yield plan(options, f"{mode} {variant}", W, 4 * W, 4, flags)
+
+
+def links(options):
+    """The hierarchical hook needs two ranks on each host."""
+    if not options.rates:
+        refuse("links needs rates of a cable, such as 1gbit")
+    rows = ("single", "torch-ddp", "ddp", *HOOKS, *STAGES, "torch-fsdp")
+    for rate in options.rates:
+        for W in options.worlds or (2, 4):
+            hook = (HIERARCHICAL,) if W == 4 else ()
+            for row in options.modes or (*rows, *hook):
+                yield plan(options, row, W, 4 * W, 4, (*SMALL, "--max_steps", "5"), rate, rate)
+
+
+# -------------------------------------------------------------------------------------------------
+# columns
+
+
 class Results:
-    start: dict  # {fact: value}: what was started
-    folder: pathlib.Path  # what runs have left: NAME.log, NAME.metrics.jsonl, traces
-    runs: dict  # (label, row, W) -> RESULTs, one a round
-    failed: list
-    labels: list
-    rows: list
-    worlds: list
+    """{Run: its RESULTs, one a round}."""
 
-    def quartiles(self, key, name):
-        """Median, first and third quartile over the rounds; nan where there is nothing."""
-        values = [run.get(name) for run in self.runs.get(key, [])]
-        numbers = [value for value in values if value is not None]
-        if not numbers:
-            return [np.nan, np.nan, np.nan]
-        return np.quantile(numbers, (0.5, 0.25, 0.75))
+    def __init__(self, results, options):
+        self.of, self.options = results, options
+        self.by_key = {(run.kind, run.row, run.W): run for run in results}
 
-    def median(self, key, name):
-        return self.quartiles(key, name)[0]
+    def median(self, run, name):
+        """nan where there is nothing."""
+        numbers = [result.get(name) for result in self.of.get(run, [])]
+        numbers = [number for number in numbers if number is not None]
+        return float(np.median(numbers)) if numbers else math.nan
 
-    def speedup(self, key):
-        label, row, _ = key
-        return self.median(key, "tokens_per_sec") / self.median((label, row, 1), "tokens_per_sec")
+    def first(self, run, name):
+        return self.of[run][0].get(name)
 
-    def counterpart(self, key):
-        """The same row in torch; without the row's flags where torch's mode did not run with them.
-        But a row with another optimizer is compared only with that optimizer."""
-        label, row, W = key
-        mode, *flags = row.split()
-        name = COUNTERPARTS.get(mode, "")
-        with_flags = label, " ".join([name, *flags]), W
-        if with_flags in self.runs or "--optimizer" in flags:
-            return with_flags
-        return label, name, W
+    def time(self, run, name="step_ms"):
+        """Ranks that take turns on a device have no times."""
+        return math.nan if run and self.first(run, "shares_device") else self.median(run, name)
 
-    def alone(self, key):
-        """One process alone, with the row's optimizer."""
-        label, row, W = key
-        _, *flags = row.split()
-        if "--optimizer" in flags:
-            return label, " ".join(["single", *flags]), W
-        return label, "single", W
+    def other(self, run, mode, W=None):
+        """-> the run of another mode, with the same flags if there is one, or None."""
+        _, *flags = run.row.split()
+        with_flags = " ".join([mode, *flags])
+        W = W or run.W
+        if "--optimizer" in flags:  # compared with that optimizer alone
+            return self.by_key.get((run.kind, with_flags, W))
+        return self.by_key.get((run.kind, with_flags, W)) or self.by_key.get((run.kind, mode, W))
 
 
-    def first(self, key):
-        return self.runs[key][0]
+def columns_of(run, results) -> dict:
+    """{column: value} of a row; of all columns that there are."""
+    mode, *flags = run.row.split()
+    options = results.options
+    step_ms, waited_ms = results.time(run), results.time(run, "comm_exposed_ms")
+    tokens = results.time(run, "tokens_per_sec")
+    if run.is_alone:
+        tokens *= run.W  # of all processes
+    alone = results.other(run, "single")
+    alone_ms = results.time(alone)
+    hours = run.W * 1e9 / tokens / 3600
+    held = results.first(run, "most_held") or [math.nan] * 3
+    row = {
+        "kind": run.kind, "mode": mode, "flags": " ".join(flags), "row": run.row, "W": run.W,
+        "hash": (results.first(run, "param_sha256") or "")[:8],
+        "step ms": step_ms,
+        "fastest": min([result.get("step_ms") or math.nan for result in results.of[run]]),
+        "tokens/s": tokens,
+        "tokens/s a device": tokens / run.W,
+        "sequences/s a device": tokens / results.median(run, "block_size") / run.W,
+        "efficiency": alone_ms / step_ms,
+        "speed": tokens / results.time(results.other(run, mode, W=1), "tokens_per_sec"),
+        "MB sent": results.median(run, "sent_bytes") / 1e6,
+        "waited ms": waited_ms,
+        "waited %": 100 * waited_ms / step_ms,
+        "over torch's": step_ms / results.time(results.other(run, COUNTERPARTS.get(mode, ""))),
+        "peak MB": results.median(run, "peak_mem_bytes") / 1e6,
+        "parameters": held[0], "gradients": held[1], "optimizer": held[2],
+        "most": sum(held),
+        "bytes a parameter": results.median(run, "bytes_per_param"),
+        "formula": formula(run),
+        "training loss": results.first(run, "train_loss"),
+        "validation loss": results.first(run, "val_loss"),
+        "skipped steps": sum(entry["skipped"] for entry in results.first(run, "metrics")),
+        "hours for 10^9 tokens": hours,
+        "$ for 10^9 tokens": hours * (options.price or math.nan),
+        "predicted ms": predicted_ms(run, results, alone_ms),
+    }
+    row["error %"] = 100 * (row["predicted ms"] / step_ms - 1)
+    if "--bucket_cap_mb" in flags:
+        row["bucket MB"] = float(flags[1])
+    if options.until_loss:
+        row |= time_to_loss(results.first(run, "metrics"), options.until_loss)
+    return row
 
-    def seconds(self):
-        """From the start to the end of its last run."""
-        every = [*self.failed]
-        for runs in self.runs.values():
-            every += runs
-        return max([run["after_s"] for run in every], default=0)
+
+def formula(run):
+    """Bytes a parameter of parameters, gradients and Adam, as the ZeRO paper has them; nan for a
+    row with flags, which may change them, and for wrappers of others."""
+    mode = {"single": "ddp", "naive": "ddp", "torch-ddp": "ddp"}.get(run.row, run.row)
+    W = 1 if run.is_alone else run.W
+    return sum(formula_of_bytes(mode, W)) if mode in ("ddp", *STAGES) else math.nan
 
 
-def newest(command):
-    """-> the file of the last start of a command."""
-    paths = sorted(BENCH.glob(f"{command}_*.jsonl"), key=lambda path: path.stem)
-    if not paths:
-        refuse(f"there is no {BENCH / command}_*.jsonl: run ./bench.sh {command}")
-    return paths[-1]
+def time_to_loss(metrics, loss) -> dict:
+    """How many steps, and seconds of steps, it took until the validation loss was there."""
+    seconds = 0.0
+    for entry in metrics:
+        seconds += entry["step_ms"] / 1e3
+        if entry.get("val_loss", math.inf) <= loss:
+            return {f"steps to {loss}": entry["step"], f"seconds to {loss}": seconds}
+    return {f"steps to {loss}": math.nan, f"seconds to {loss}": math.nan}
 
 
-def read_results(path):
-    """Results of a file. Ranks that share a device take turns there, so they have no times."""
-    try:
-        start, *lines = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        refuse(f"{path} does not have what bench.sh writes: {error}")
-    if not isinstance(start, dict) or not FACTS <= start.keys() or start["command"] not in TABLES:
-        refuse(f"{path} does not say in its first line what was started")
-    runs = {}
-    failed = []
-    for number, run in enumerate(lines, start=2):
-        if not isinstance(run, dict) or not {"label", "row", "W", "after_s"} <= run.keys():
-            refuse(f"{path}: line {number} is no run of bench.sh")
-        if "failed" in run:
-            failed.append(run)
-            continue
-        runs.setdefault((run["label"], run["row"], run["W"]), []).append(run)
-        if have_shared(run, start):
-            run.update(dict.fromkeys(TIMES))
-    labels = list(dict.fromkeys(label for label, row, W in runs))
-    rows = list(dict.fromkeys(row for label, row, W in runs))
-    worlds = sorted({W for label, row, W in runs})
-    return Results(start, path.with_suffix(""), runs, failed, labels, rows, worlds)
-
-
-def have_shared(run, start):
-    return start["n_devices"] is not None and run["W"] > start["n_devices"]
+def predicted_ms(run, results, alone_ms):
+    """Of a run over a cable, by predict.py, from the time of as many processes alone."""
+    sizes = results.first(run, "unit_sizes")
+    if run.rate is None or run.row not in predict.MODES or math.isnan(alone_ms):
+        return math.nan
+    n_local = run.W // 2  # ranks of a host share its cable
+    links = predict.Links(n_local, intra=predict.LOOPBACK,
+                          inter=predict.bytes_per_second(run.rate) / n_local, latency_s=2e-4)
+    work = predict.Work(sizes, alone_ms / 1e3)
+    return 1e3 * predict.step(run.row, run.W, work, links).seconds
 
 
 # -------------------------------------------------------------------------------------------------
 # tables
 
 
-def cell(value):
-    if isinstance(value, (str, int)):
-        return str(value)
-    if np.isnan(value):
-        return "-"
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.2f}"
+@dataclasses.dataclass
+class Picture:
+    """A panel for each value of the column `panel`. In it a bar for each row, whose numbers of the
+    columns y follow each other; or, with x, a line for each value of the column `line`."""
+    y: tuple
+    panel: str
+    x: str | None = None
+    line: str = "mode"
+    mark: str | None = None  # on a bar
 
 
-def print_table(head, lines):
-    """Leaves out columns in which there is nothing."""
-    texts = [[cell(value) for value in line] for line in lines]
-    kept = []
-    for place in range(len(head)):
-        if any(line[place] != "-" for line in texts):
-            kept.append(place)
-    for line in [head, ["---"] * len(head), *texts]:
-        print("| " + " | ".join(line[place] for place in kept) + " |")
-    print()
+@dataclasses.dataclass
+class Table:
+    runs: Callable
+    columns: str  # separated by commas
+    rounds: int = 1
+    pivot: bool = False  # modes by W, of the last column
+    picture: Picture | None = None
 
 
-def print_bits(results):
-    """A row with flags of its own is left out: it ends on other bits."""
-    columns = []
-    for label in results.labels:
-        for W in results.worlds:
-            columns.append((label, W))
-    lines = []
-    for row in results.rows:
-        if "--" in row:
-            continue
-        line = [row]
-        for label, W in columns:
-            runs = results.runs.get((label, row, W))
-            line.append(f"`{runs[0]['param_sha256'][:8]}`" if runs else "-")
-        lines.append(line)
-    head = ["mode"]
-    for label, W in columns:
-        head.append(f"{label}, W={W}" if label else f"W={W}")
-    print_table(head, lines)
-
-
-def formula(row, W):
-    """Bytes a parameter of parameters, gradients and Adam, as the ZeRO paper has them; nan for a
-    row with flags, which may change them."""
-    whole = WHOLE.get("ddp" if row in ("single", "naive") else row, np.nan)
-    return whole + (16 - whole) / W
-
-
-def print_steps(results):
-    """Efficiency is over W processes that do not communicate."""
-    head = ["", "mode", "W", "step ms (quartiles)", "tokens/s", "MB sent", "waited ms",
-            "computed ms", "waited / computed", "speed over W=1", "efficiency",
-            "time over torch's", "peak MB a rank", "MFU %", "bytes a parameter", "formula",
-            "device hours per 10^9 tokens", price_of(results.start)]
-    lines = []
-    for W in results.worlds:
-        for key in results.runs:
-            if key[2] == W:
-                lines.append(line_of_steps(results, key))
-    print_table(head, lines)
-
-
-def line_of_steps(results, key):
-    label, row, W = key
-    step_ms, low, high = results.quartiles(key, "step_ms")
-    waited_ms = results.median(key, "comm_exposed_ms")
-    computed_ms = step_ms - waited_ms
-    alone_ms = results.median(results.alone(key), "step_ms")
-    torchs_ms = results.median(results.counterpart(key), "step_ms")
-    hours = device_hours(results, key)
-    scatter = f"{cell(step_ms)} ({cell(low)} to {cell(high)})"
-    return [
-        label or "-", row, W,
-        "-" if np.isnan(step_ms) else scatter,
-        results.median(key, "tokens_per_sec"),
-        results.median(key, "sent_bytes") / 1e6,
-        waited_ms,
-        computed_ms,
-        waited_ms / computed_ms,
-        results.speedup(key),
-        alone_ms / step_ms,
-        step_ms / torchs_ms,
-        results.median(key, "peak_mem_bytes") / 1e6,
-        results.median(key, "mfu") * 100,
-        results.median(key, "bytes_per_param"),
-        formula(row, W),
-        hours,
-        hours * results.start["epoch_tokens"] / 1e9 * (results.start["price"] or np.nan),
-    ]
-
-
-def device_hours(results, key):
-    """Of all devices of a run, for 10^9 tokens. Separate processes are a run each."""
-    n_devices = results.median(key, "world_size")
-    return n_devices * 1e9 / results.median(key, "tokens_per_sec") / 3600
-
-
-def price_of(start):
-    """The name of a column."""
-    tokens = start["epoch_tokens"]
-    return f"$ for {tokens:,} tokens, at {start['price']} a device hour"
-
-
-def print_chart(results, label):
-    lines = {}
-    for row in results.rows:
-        if row != "single":
-            speeds = [results.speedup((label, row, W)) for W in results.worlds]
-            lines[row] = [round(float(speed), 2) for speed in speeds]
-    names = ", ".join(lines)
-    print("```mermaid")
-    print("xychart-beta")
-    print(f'    title "{label}: speed over W = 1; bars: W; lines: {names}"')
-    print(f'    x-axis "W" {results.worlds}')
-    print(f"    bar {results.worlds}")
-    for speeds in lines.values():
-        print(f"    line {speeds}")
-    print("```\n")
-
-
-def print_memory(results):
-    """What a rank holds at most in a step, by its traces; what it holds after a step, by RESULT."""
-    lines = []
-    for label, row, W in results.runs:
-        run = results.first((label, row, W))
-        parts = [np.nan] * 3
-        trace = results.folder / f"{run['name']}, rank 0.json"
-        if trace.exists():
-            parts = most_held(trace)
-        lines.append([row, W, *parts, sum(parts), run["bytes_per_param"], formula(row, W)])
-    print_table(["mode", "W", "parameters", "gradients", "optimizer", "at most, bytes a parameter",
-                 "after a step", "formula"], lines)
-
-
-def print_buckets(results):
-    """Median ms of a step; a column for each size of buckets."""
-    sizes = sorted({bucket_mb(row) for row in results.rows})
-    times = {}  # (label, mode, W) -> {size: ms}
-    for label, row, W in results.runs:
-        of_mode = times.setdefault((label, row.split()[0], W), {})
-        of_mode[bucket_mb(row)] = results.median((label, row, W), "step_ms")
-    lines = []
-    for (label, mode, W), of_mode in times.items():
-        best = min(of_mode, key=of_mode.get)
-        cells = [of_mode.get(size, np.nan) for size in sizes]
-        lines.append([label, mode, W, *cells, f"{best:g} MB"])
-    columns = [f"{size:g} MB: step ms" for size in sizes]
-    print_table(["", "mode", "W", *columns, "best"], lines)
-
-
-def bucket_mb(row):
-    _, _, size = row.partition("--bucket_cap_mb ")
-    return float(size)
-
-
-def print_precision(results):
-    """Losses of the last step, and how far they are from those of the mode in fp32."""
-    lines = []
-    for label, row, W in results.runs:
-        mode, _, flags = row.partition(" ")
-        run = results.first((label, row, W))
-        in_fp32 = results.runs.get((label, f"{mode} --dtype fp32", W), [{}])[0]
-        line = [mode, W, flags]
-        for name in ("train_loss", "val_loss"):
-            loss = number(run.get(name))
-            over = loss - number(in_fp32.get(name))
-            line += [f"{loss:.4f}", "-" if np.isnan(over) else f"{over:+.4f}"]
-        lines.append([*line, run.get("skipped_steps", "-")])
-    print_table(["mode", "W", "precision", "training loss", "over fp32", "validation loss",
-                 "over fp32", "skipped steps"], lines)
-
-
-def number(value):
-    """None, as JSON has what is not finite, is nan."""
-    return np.nan if value is None else value
-
-
-# -------------------------------------------------------------------------------------------------
-# all of a file
-
+STEPS = ("row, W, step ms, fastest, tokens/s, MB sent, waited ms, waited %, over torch's, "
+         "efficiency, peak MB, bytes a parameter, formula")
 TABLES = {
-    "bits": (print_bits,),
-    "modes": (print_steps,),
-    "muon": (print_steps,),
-    "memory": (print_memory, print_steps),
-    "scaling": (print_steps,),
-    "link": (print_steps,),
-    "buckets": (print_buckets, print_steps),
-    "precision": (print_precision, print_steps),
-    "gpu": (print_bits, print_steps),
-    "timeline": (),
+    "bits": Table(bits, "row, W, hash", pivot=True),
+    "modes": Table(modes, STEPS, 3, picture=Picture(("step ms",), "W")),
+    "memory": Table(memory, "mode, W, parameters, gradients, optimizer, most, bytes a parameter, "
+                    "formula, peak MB",
+                    picture=Picture(("parameters", "gradients", "optimizer"), "W", mark="formula")),
+    "scaling": Table(scaling, "kind, mode, W, step ms, tokens/s, tokens/s a device, "
+                     "sequences/s a device, speed, efficiency, waited %, hours for 10^9 tokens",
+                     2, picture=Picture(("speed",), "kind", x="W")),
+    "buckets": Table(buckets, "kind, mode, W, bucket MB, step ms, fastest, waited ms", 3,
+                     picture=Picture(("step ms",), "kind", x="bucket MB")),
+    "precisions": Table(precisions, "mode, W, flags, training loss, validation loss, "
+                        "skipped steps, step ms, peak MB"),
+    "links": Table(links, "kind, row, W, step ms, predicted ms, error %, tokens/s, MB sent, "
+                   "waited %, over torch's", 2, picture=Picture(("step ms",), "kind")),
+    "cost": Table(modes, "row, W, tokens/s, hours for 10^9 tokens", 3),
 }
-
-
-def print_head(start, seconds):
-    minutes, seconds = divmod(round(seconds), 60)
-    print(f"`./bench.sh {start['words']}`: {start['machine']}, torch {start['torch']}, commit "
-          f"{start['commit']}, {start['date']}, took {minutes} min {seconds} s\n")
-
-
-def print_failed(results):
-    for run in results.failed:
-        print(f"Failed: {run['row']}, W={run['W']} {run['label']}: {run['failed']}\n")
-
-
-def print_tables(path, changes=()):
-    """All that a file has to show. changes: of facts of its start."""
-    results = read_results(path)
-    results.start.update(changes)
-    print_head(results.start, results.seconds())
-    if results.start["note"]:
-        print(f"{results.start['note']}\n")
-    print_failed(results)
-    if not results.runs:
-        return
-    every = [run for runs in results.runs.values() for run in runs]
-    if any(have_shared(run, results.start) for run in every):
-        print("Ranks that share a device take turns there, so their times say nothing: these are "
-              "left out.\n")
-    for print_one in TABLES[results.start["command"]]:
-        print_one(results)
-    if results.start["command"] == "scaling" and 1 in results.worlds:  # what speed is over
-        for label in results.labels:
-            print_chart(results, label)
-    # One rank sends nothing, so these are the traces of all rows with two ranks or more.
-    traces = sorted(results.folder.glob("*, rank 1.json"))
-    if results.start["command"] == "gpu" and traces:
-        print_overlap(traces)

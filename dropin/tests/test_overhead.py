@@ -67,5 +67,5 @@ def test_ranges_are_there_for_a_profiler(wrapper):
     if wrapper.endswith("Zero3"):
         expected.add("free")
     assert expected <= kinds, f"no {expected - kinds} among {sorted(kinds)}"
-    added = counter.counts.records - without_wrapper().records
+    added = counter.counts.record_function - without_wrapper().record_function
     assert added == 0, f"{added} beginnings and ends of ranges without a profiler"
