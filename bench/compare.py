@@ -93,7 +93,7 @@ def row_of_numbers(name, steps, entries_a, entries_b, tolerance) -> dict:
         if gap > atol + rtol * abs(b or 0.0):
             too_far.append(step)
         largest = max(largest, gap)
-    row = {"": name, "steps": len(steps), "differ": len(differ), "too far": len(too_far),
+    row = {"what": name, "steps": len(steps), "differ": len(differ), "too far": len(too_far),
            "largest distance": f"{largest:.3g}", "first step": "-", "A": "-", "B": "-"}
     shown = too_far or differ
     if shown:
@@ -166,7 +166,7 @@ def row_of_parameters(folders, records, tolerance) -> dict:
         n_differ += int((gap > 0).sum())
         n_too_far += int(too_far.sum())
         largest = max(largest, gap.max().item())
-    return {"": f"parameters, {folders[0].name}", "steps": n, "differ": n_differ,
+    return {"what": f"parameters, {folders[0].name}", "steps": n, "differ": n_differ,
             "too far": n_too_far, "largest distance": f"{largest:.3g}", "first step": first,
             "A": digests[0].hexdigest()[:16], "B": digests[1].hexdigest()[:16]}
 

@@ -24,6 +24,7 @@ import torch
 
 import runs
 import train
+from bench.predict import sizes_of
 from ddp import DDP
 from judge.messages import messages, NotCounted
 from zero import Zero1
@@ -91,11 +92,6 @@ def count(facts):
     train.train_step = counted_step
 
 
-def unit_sizes(gpt):
-    blocks = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
-    return [sum(p.numel() for p in gpt.parameters()) - sum(blocks), *blocks]
-
-
 def main():
     given = runs.read_flags(train.Config, train.__doc__, sys.argv[1:])
     facts = dict(sent_bytes=None, most_held=None)
@@ -105,7 +101,7 @@ def main():
 
     def counted_result(run):
         _, n_local, n_devices = runs.local_numbers(run.device.type)
-        return dict(result_of(run), **facts, unit_sizes=unit_sizes(run.gpt),
+        return dict(result_of(run), **facts, unit_sizes=sizes_of(run.gpt),
                     block_size=run.config.block_size, shares_device=n_local > n_devices)
 
     train.result_of = counted_result

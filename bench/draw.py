@@ -5,17 +5,13 @@ Text and axes are grey, on nothing: readable on white pages and on black ones.
 
 import math
 
-from bench.launch import refuse
-
 OURS, TORCHS, DEEPSPEEDS = "#7a62b8", "#bf4f86", "#2a9d9d"
 STACKED = ("#3f87c5", "#b9791c", "#3f9a66")  # of bars that follow each other
 
 
 def pyplot_on_nothing():
-    try:
-        import matplotlib
-    except ImportError:
-        refuse("--svg draws with a package: pip install matplotlib")
+    import matplotlib
+
     matplotlib.use("svg")
     from matplotlib import pyplot
 
@@ -46,10 +42,7 @@ def draw(rows: list, picture, path: str) -> None:
         figure.legend(handles, labels, ncols=len(labels), loc="lower center",
                       bbox_to_anchor=(0.5, 1))
     figure.tight_layout()
-    try:
-        figure.savefig(path, bbox_inches="tight", transparent=True, metadata={"Date": None})
-    except OSError as error:
-        refuse(f"--svg {path}: {error.strerror}")
+    figure.savefig(path, bbox_inches="tight", transparent=True, metadata={"Date": None})
 
 
 def color_of(mode):

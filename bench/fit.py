@@ -27,15 +27,20 @@ import sys
 # Run by itself, this file stands first in the path, and not the project.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from bench.launch import FIT, Run
+from bench.launch import FIT, refuse, Run
+from bench.tables import Picture
 
 MODES = ("single", "ddp", "zero1", "zero2", "zero3", "torch-ddp", "torch-fsdp")
 FLAGS = ("--n_embd", "256", "--n_head", "8", "--block_size", "64", "--max_steps", "3",
          "--save_interval", "0", "--eval_steps", "0", "--sample_tokens", "0",
          "--check_interval", "0", "--timeout_s", "60", "--device", "cpu")
 FIRST_GUESS = 8  # layers
-# What a rank says whose memory is out: train.py; C++, where no tensor was to be made; the kernel.
-OUT_OF_MEMORY = ("out of memory", "std::bad_alloc", "MemoryError", "Cannot allocate memory")
+# What a rank says whose memory is out: train.py; C++, where no tensor was to be made; the kernel;
+# Rust, of which tiktoken is.
+OUT_OF_MEMORY = ("out of memory", "std::bad_alloc", "MemoryError", "Cannot allocate memory",
+                 "memory allocation of")
+COLUMNS = ("mode", "W", "largest model, M", "layers", "tokens/s", "bytes of the budget a parameter")
+PICTURE = Picture(("largest model, M",), "W")
 
 
 class Stop(Exception):
@@ -74,33 +79,46 @@ def result_of_trial(run: Run, results: list, log: str) -> dict | None:
     raise Stop(f"{run.name} failed, and not for memory: {results[0]['failed']}")
 
 
+def cells(options):
+    """-> [(W, mode)]."""
+    made = []
+    for W in options.worlds or (1, 2, 4):
+        for mode in options.modes or MODES:
+            if (mode == "single") == (W == 1):
+                made.append((W, mode))
+    return made
+
+
+def check_worlds(options):
+    if not cells(options):
+        refuse("fit: no row can run at these --worlds with these --modes: single is for one rank, "
+               "and the others are for more")
+
+
 def search(options, bench):
     """Yield a row of the table for each mode and W."""
     guess = FIRST_GUESS
-    for W in options.worlds or (1, 2, 4):
-        for mode in options.modes or MODES:
-            if (mode == "single") != (W == 1):
-                continue
-            trained = {}  # layers -> RESULT
+    for W, mode in cells(options):
+        trained = {}  # layers -> RESULT
 
-            def fits(n_layer):
-                words = (str(options.budget_mb), *FLAGS, *options.flags, "--mode", mode,
-                         "--n_layer", str(n_layer), "--micro_batch_size", "1",
-                         "--global_batch_size", str(W))
-                run = Run(mode, W, words, f"{n_layer} layers", program=FIT)
-                result = result_of_trial(run, *bench.launch(run))
-                if result is not None:
-                    trained[n_layer] = result
-                return result is not None
+        def fits(n_layer):
+            words = (str(options.budget_mb), *FLAGS, *options.flags, "--mode", mode,
+                     "--n_layer", str(n_layer), "--micro_batch_size", "1",
+                     "--global_batch_size", str(W))
+            run = Run(mode, W, words, f"{n_layer} layers", program=FIT)
+            result = result_of_trial(run, *bench.launch(run))
+            if result is not None:
+                trained[n_layer] = result
+            return result is not None
 
-            layers = largest(fits, guess)
-            row = {"mode": mode, "W": W, "layers": layers}
-            if layers > 0:
-                guess = layers
-                n = sum(trained[layers]["unit_sizes"])
-                row |= {"largest model, M": n / 1e6, "tokens/s": trained[layers]["tokens_per_sec"],
-                        "bytes of the budget a parameter": options.budget_mb * 1e6 / n}
-            yield row
+        layers = largest(fits, guess)
+        row = {"row": mode, "mode": mode, "W": W, "layers": layers}
+        if layers > 0:
+            guess = layers
+            n = sum(trained[layers]["unit_sizes"])
+            row |= {"largest model, M": n / 1e6, "tokens/s": trained[layers]["tokens_per_sec"],
+                    "bytes of the budget a parameter": options.budget_mb * 1e6 / n}
+        yield row
 
 
 # -------------------------------------------------------------------------------------------------

@@ -36,8 +36,9 @@ class Run:
 
     @property
     def name(self) -> str:
+        """Of its log, too."""
         words = [self.kind, self.row, f"W={self.W}"]
-        return ", ".join(word for word in words if word)
+        return ", ".join(word for word in words if word).replace("/", "_")
 
     @property
     def is_alone(self) -> bool:
@@ -108,8 +109,10 @@ def cable(rate: str):
 # processes
 
 
-def commands_of(run: Run, hosts: Hosts, port: int, folder: pathlib.Path) -> list:
+def commands_of(run: Run, hosts: Hosts, port: int, out_dir: pathlib.Path) -> list:
     """-> [(words, environment)] of the processes that this one has to start."""
+    # Other programs than train.py leave nothing.
+    options = ["--out_dir", str(out_dir)] if run.program in (COUNTED, DEEPSPEED, FIT) else []
     n_local = max(1, run.W // hosts.n)
     commands = []
     for host in hosts.here:
@@ -121,8 +124,8 @@ def commands_of(run: Run, hosts: Hosts, port: int, folder: pathlib.Path) -> list
             environment = dict(GLOO_SOCKET_IFNAME=f"nanozero{host}")
         if run.is_alone:
             for number in range(n_local):
-                of_process = out_dir(run, folder, host * n_local + number)
-                words = [sys.executable, run.program, *run.flags, *of_process]
+                of_process = out_dir / str(host * n_local + number)
+                words = [sys.executable, run.program, *run.flags, "--out_dir", str(of_process)]
                 of_rank = dict(LOCAL_RANK=str(number), LOCAL_WORLD_SIZE=str(n_local))
                 commands.append((inside + words, environment | of_rank))
             continue
@@ -134,15 +137,9 @@ def commands_of(run: Run, hosts: Hosts, port: int, folder: pathlib.Path) -> list
                          f"--master_addr={hosts.address}", f"--master_port={port}"]
         if hosts.namespaces:
             torchrun.append(f"--local-addr={address_of(host)}")
-        words = [*torchrun, run.program, *run.flags, *out_dir(run, folder, 0)]
+        words = [*torchrun, run.program, *run.flags, *options]
         commands.append((inside + words, environment))
     return commands
-
-
-def out_dir(run, folder, number):
-    """Of a run of train.py; other programs leave nothing."""
-    trains = run.program in (COUNTED, DEEPSPEED, FIT)
-    return ["--out_dir", str(folder / f"out{number}")] if trains else []
 
 
 def stop(processes):
@@ -158,9 +155,9 @@ def stop(processes):
             time.sleep(0.05)
 
 
-def launch(run: Run, hosts: Hosts, port: int, folder: pathlib.Path, log: pathlib.Path) -> list:
+def launch(run: Run, hosts: Hosts, port: int, out_dir: pathlib.Path, log: pathlib.Path) -> list:
     """Run it to its end -> what its RESULT lines say, with the entries of metrics.jsonl as
-    `metrics`; or [{"failed": reason}]. Its output stays in the file log, nothing else does.
+    `metrics`; or [{"failed": reason}]. out_dir is the same on all hosts.
 
     However this ends, as by Ctrl-C, all processes have ended: they are in sessions of their own, so
     a terminal's signal comes to this process alone.
@@ -168,7 +165,7 @@ def launch(run: Run, hosts: Hosts, port: int, folder: pathlib.Path, log: pathlib
     processes = []
     with log.open("w") as output:
         try:
-            for words, environment in commands_of(run, hosts, port, folder):
+            for words, environment in commands_of(run, hosts, port, out_dir):
                 processes.append(subprocess.Popen(
                     words, env={**os.environ, **environment}, cwd=ROOT, stdin=subprocess.DEVNULL,
                     stdout=output, stderr=subprocess.STDOUT, start_new_session=True))
@@ -176,9 +173,7 @@ def launch(run: Run, hosts: Hosts, port: int, folder: pathlib.Path, log: pathlib
                 process.wait()
         finally:
             stop(processes)
-    metrics = metrics_in(folder / "out0")
-    for path in folder.glob("out*"):
-        shutil.rmtree(path)
+    metrics = metrics_in(out_dir / "0" if run.is_alone else out_dir)
     text = log.read_text(errors="replace")
     results = []
     for line in re.findall(r"^RESULT (\{.*\})$", text, re.MULTILINE):

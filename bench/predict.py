@@ -19,11 +19,17 @@ Nothing here has run on more devices than the step that was measured. What is as
     Zero3 has whole: the root and two blocks. Activations come on top.
 """
 
+import contextlib
 import dataclasses
+import json
 import math
 import re
 
+import torch
+
+from bench.launch import refuse
 from judge.measure import formula_of_bytes
+from model import GPT, GPTConfig, PRESETS
 
 MODES = ("ddp", "zero1", "zero2", "zero3", "hybrid")
 LOOPBACK = 1e9  # bytes a second that ranks on one CPU exchange, about
@@ -53,6 +59,12 @@ class Work:
     param_bytes: int = 4  # in which parameters are sent
     reduce_bytes: int = 4  # gradients
     bucket_bytes: int = 25 * 2**20
+
+
+def sizes_of(gpt: GPT) -> list:
+    """-> parameters of the root, of block 0, of block 1 and so on."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in gpt.blocks]
+    return [sum(p.numel() for p in gpt.parameters()) - sum(blocks), *blocks]
 
 
 def transfer_s(n_bytes: float, W: int, work: Work, links: Links, is_over_nodes=False) -> float:
@@ -180,3 +192,56 @@ def predicted(work: Work, links: Links, modes, worlds, tokens: int, price: float
                 "hours for 10^9 tokens": hours,
                 "$ for 10^9 tokens": hours * (price or math.nan)})
     return rows
+
+
+# -------------------------------------------------------------------------------------------------
+# from options to a table
+
+
+def table(options):
+    """-> rows, columns, what they are made of."""
+    if (options.step_ms is None) == (options.result is None):
+        refuse("predict needs a step that was measured: --step_ms 123, or --result FILE with a "
+               "RESULT line")
+    unit_sizes, tokens = None, options.tokens
+    step_ms = options.step_ms
+    if options.result is not None:
+        result = last_result(options.result)
+        step_ms = result["step_ms"] - (result.get("comm_exposed_ms") or 0.0)
+        unit_sizes = result.get("unit_sizes")
+        of_rank = result["tokens_per_sec"] * result["step_ms"] / 1e3 / result["world_size"]
+        tokens = tokens or round(of_rank)
+    preset = PRESETS[options.model]
+    if unit_sizes is None:
+        with torch.device("meta"):
+            gpt = GPT(GPTConfig(vocab_size=options.vocab_size, **preset))
+        unit_sizes = sizes_of(gpt)
+    tokens = tokens or preset["block_size"]
+    work = Work(unit_sizes, step_ms / 1e3, options.micro_steps, options.param_bytes,
+                        options.reduce_bytes or options.param_bytes,
+                        round(options.bucket_cap_mb * 2**20))
+    links = Links(options.node_size, options.intra * 1e9, options.inter * 1e9,
+                          options.latency_us / 1e6)
+    worlds = options.worlds or [2**n for n in range(11)]
+    rows = predicted(work, links, options.modes or MODES, worlds, tokens,
+                             options.price)
+    text = (f"On paper: {sum(unit_sizes):,} parameters in {len(unit_sizes) - 1} blocks and a root, "
+            f"{tokens:,} tokens a rank, which computes for {step_ms:g} ms. {options.node_size} "
+            f"ranks a node, {options.intra:g} GB/s inside of it, {options.inter:g} GB/s between "
+            "nodes. bench/predict.py says what is assumed.")
+    return rows, list(rows[0]), text
+
+
+def last_result(path):
+    try:
+        text = path.read_text()
+    except OSError as error:
+        refuse(f"--result {path}: {error.strerror}")
+    for line in reversed(text.splitlines()):
+        start = line.find("{")
+        if line.startswith(("RESULT {", "{")):
+            with contextlib.suppress(ValueError):
+                result = json.loads(line[start:])
+                if result.get("step_ms"):
+                    return result
+    refuse(f"--result {path}: it has no RESULT line of train.py with a step_ms")

@@ -7,6 +7,7 @@ another family on others: so modes are compared, world sizes, options, and resum
 
 import functools
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -15,6 +16,7 @@ import pathlib
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -495,6 +497,33 @@ def test_trackers_get_all_numbers_and_are_closed(end, tmp_path):
         drawn = {line[1]: line[2] for line in noted
                  if line[0] == "add_scalar" and line[3] == entry["step"]}
         assert drawn == {name: value for name, value in numbers.items() if name != "step"}
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_trackers_themselves_take_what_is_logged(package, tmp_path):
+    """The packages, in place of stand-ins: W&B offline."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"pip install {package}")
+    words = flags(out_dir=tmp_path / "out", max_steps=3) + [f"--{package}"]
+    environment = dict(os.environ, WANDB_MODE="offline", HOME=str(tmp_path))
+    done = subprocess.run([sys.executable, ROOT / "train.py", *words], env=environment,
+                          cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    entries = lines_of(tmp_path / "out/metrics.jsonl")
+    if package == "wandb":  # nothing of Python reads its file, in which numbers are as in JSON
+        [path] = (tmp_path / "out/wandb").glob("offline-run-*/*.wandb")
+        written = path.read_bytes()
+        for entry in entries:
+            for name in ("loss", "param_norm", "val_loss"):
+                assert json.dumps(entry[name]).encode() in written, (name, entry)
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    written = EventAccumulator(str(tmp_path / "out/tensorboard"))
+    written.Reload()
+    for name in ("loss", "param_norm", "val_loss"):
+        points = [(point.step, point.value) for point in written.Scalars(name)]
+        assert points == [(entry["step"], pytest.approx(entry[name])) for entry in entries], name
 
 
 def test_lines_are_printed_when_it_is_time(tmp_path):
