@@ -3,27 +3,37 @@
 import contextlib
 import datetime
 import io
+import itertools
 import json
+import pathlib
 import signal
 import sys
+import tempfile
 import time
 
 from bench import compare, fit, predict
 from bench.draw import draw
-from bench.launch import cable, FIRST_PORT, Hosts, launch, refuse, ROOT, Run, say
+from bench.launch import cable, Hosts, launch, refuse, ROOT, Run, say
 from bench.options import OTHERS, planned_runs, read_options, usage
 from bench.printing import pivoted, show
 from bench.tables import columns_of, Results, TABLES
 
 BENCH = ROOT / "out" / "bench"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
     """By a signal, whose number it has. What runs is ended, and the table has what there is."""
 
 
-def stop(number, frame):
+def on_signal(number, frame):
+    ignore_signals()  # what runs gets its time to end
     raise Stopped(number)
+
+
+def ignore_signals():
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Bench:
@@ -32,21 +42,23 @@ class Bench:
 
     def __init__(self, name, options):
         self.options = options
-        self.hosts = Hosts()
-        if getattr(options, "nnodes", 1) > 1:
-            self.hosts = Hosts(options.nnodes, (options.node_rank,), options.master_addr)
         self.folder = make_folder(name)
-        # Hosts have clocks of their own, and ranks one out_dir.
-        self.out_dirs = self.folder if self.hosts.n == 1 else BENCH / f"{self.hosts.n}_hosts"
-        self.ports = iter(range(FIRST_PORT, 65536))  # each run has its own: nobody finds an old one
+        self.hosts, self.out_dirs, port = Hosts(), self.folder, 29477
+        if options.nnodes > 1:
+            self.hosts = Hosts(options.nnodes, (options.node_rank,), options.master_addr)
+            # Ranks of all hosts have the same out_dir; the names of folders have a host's own time.
+            self.out_dirs = BENCH / f"hosts_{options.master_port}"
+            port = options.master_port
+        self.ports = itertools.count(port)  # each run has its own: nobody finds an old one
         self.failed = []
         self.stopped_by = 0  # a signal, if one has come
 
     def launch(self, run: Run):
-        """-> its RESULTs, or [{"failed": why}], and its log."""
+        """-> its RESULTs, and at last {"failed": why} if it has failed; its log."""
         say(run.name)
         log = self.folder / f"{run.name}.log"
-        with cable(run.rate) if run.rate else contextlib.nullcontext(self.hosts) as hosts:
+        place = cable(run.rate) if run.rate else contextlib.nullcontext(self.hosts)
+        with place as hosts:
             results = launch(run, hosts, next(self.ports), self.out_dirs / run.name, log)
         with (self.folder / "results.jsonl").open("a") as file:
             for result in results:
@@ -74,17 +86,13 @@ class Bench:
 
 
 def make_folder(name):
+    """Of this start alone."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    for number in range(1, 100):
-        folder = BENCH / (f"{name}_{stamp}" if number == 1 else f"{name}_{stamp}-{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            refuse(f"{BENCH}, where results go: {error.strerror}")
-    refuse(f"{folder} and 99 others are there already")
+    try:
+        BENCH.mkdir(parents=True, exist_ok=True)
+        return pathlib.Path(tempfile.mkdtemp(prefix=f"{name}_{stamp}_", dir=BENCH))
+    except OSError as error:
+        refuse(f"{BENCH}, where results go: {error.strerror}")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -98,8 +106,9 @@ def of_train(name, options, bench, planned):
     columns = table.columns.split(", ")
     if table.pivot:
         rows, columns = pivoted(rows, *columns)
-    if options.price and "hours for 10^9 tokens" in columns:
-        columns.append("$ for 10^9 tokens")
+    if options.price:
+        columns += ["device hours for 10^9 tokens", "$ for 10^9 tokens"]
+        columns = list(dict.fromkeys(columns))
     if options.until_loss:
         columns += [f"steps to {options.until_loss}", f"seconds to {options.until_loss}"]
     return rows, columns
@@ -147,30 +156,31 @@ def main():
         show(words, options, time.monotonic() - start_s, rows, list(rows[0]), text, [])
         return 0 if are_near else 1
     if name == "predict":
-        rows, columns, text = predict.table(options)
-        show(words, options, time.monotonic() - start_s, rows, columns, text, [])
+        rows, text = predict.rows_of(options)
+        show(words, options, time.monotonic() - start_s, rows, list(rows[0]), text, [])
         return 0
     planned = planned_runs(name, options)
     bench = Bench(name, options)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    for number in SIGNALS:
+        signal.signal(number, on_signal)
     if name in TABLES:
         rows, columns = of_train(name, options, bench, planned)
     elif name == "fit":
         rows, columns = of_fit(options, bench)
     else:
         rows, columns = of_program(bench, planned)
-    if bench.hosts.here != (0,):
+    ignore_signals()  # it takes a moment to print
+    if bench.hosts.here == (0,):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            show(words, options, time.monotonic() - start_s, rows, columns, "", bench.failed)
+        print(printed.getvalue(), end="", flush=True)
+        kept = "table.json" if options.json else "table.md"
+        (bench.folder / kept).write_text(printed.getvalue())
+        if options.svg is not None and rows:
+            draw(rows, fit.PICTURE if name == "fit" else TABLES[name].picture, options.svg)
+    else:
         say("the table is printed where --node_rank is 0")
-        return 0
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        show(words, options, time.monotonic() - start_s, rows, columns, "", bench.failed)
-    print(printed.getvalue(), end="", flush=True)
-    kept = "table.json" if options.json else "table.md"
-    (bench.folder / kept).write_text(printed.getvalue())
-    if getattr(options, "svg", None) and rows:
-        draw(rows, fit.PICTURE if name == "fit" else TABLES[name].picture, options.svg)
     if bench.stopped_by:
         return 128 + bench.stopped_by
     return 1 if bench.failed else 0

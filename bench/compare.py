@@ -26,9 +26,9 @@ import warnings
 import torch
 import torch.distributed.checkpoint as dcp
 
+import runs
 from bench.launch import refuse
 from model import GPT, GPTConfig
-from runs import Folder, problem_of, RECORD
 
 NUMBERS = ("loss", "grad_norm", "param_norm")  # of a line of metrics.jsonl
 SUM_RTOL = 1e-12  # of two float64 sums of the same numbers
@@ -62,9 +62,9 @@ def read_metrics(out_dir) -> dict:
     try:
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            missing = [name for name in ("step", *NUMBERS) if name not in entry]
-            if missing:
-                refuse(f"{path}: a line has no {missing[0]}, so train.py has not written it")
+            for name in ("step", *NUMBERS):
+                if name not in entry or not isinstance(entry[name], (int, float, type(None))):
+                    refuse(f"{path}: a line has no {name}, so train.py has not written it")
             entries[entry["step"]] = entry
     except OSError as error:
         refuse(f"{path}: {error.strerror}: choose a folder in which train.py has made steps")
@@ -93,12 +93,13 @@ def row_of_numbers(name, steps, entries_a, entries_b, tolerance) -> dict:
         if gap > atol + rtol * abs(b or 0.0):
             too_far.append(step)
         largest = max(largest, gap)
-    row = {"what": name, "steps": len(steps), "differ": len(differ), "too far": len(too_far),
-           "largest distance": f"{largest:.3g}", "first step": "-", "A": "-", "B": "-"}
+    row = {"what": name, "of": runs.count(len(steps), "step"), "differ": len(differ),
+           "too far": len(too_far), "largest distance": f"{largest:.3g}", "first": "-", "A": "-",
+           "B": "-"}
     shown = too_far or differ
     if shown:
         step = shown[0]
-        row |= {"first step": step, "A": repr(entries_a[step][name]),
+        row |= {"first": f"step {step}", "A": repr(entries_a[step][name]),
                 "B": repr(entries_b[step][name])}
     return row
 
@@ -109,8 +110,8 @@ def row_of_numbers(name, steps, entries_a, entries_b, tolerance) -> dict:
 
 def newest_common(out_dir_a, out_dir_b):
     """-> the newest checkpoints of the two folders that are of one step; [] without any."""
-    names_b = {folder.name for folder in Folder(out_dir_b).newest_first()}
-    for folder in Folder(out_dir_a).newest_first():
+    names_b = {folder.name for folder in runs.Folder(out_dir_b).newest_first()}
+    for folder in runs.Folder(out_dir_a).newest_first():
         if folder.name in names_b:
             return [folder, out_dir_b / folder.name]
     return []
@@ -118,10 +119,10 @@ def newest_common(out_dir_a, out_dir_b):
 
 def read_record(folder):
     """-> what a checkpoint knows beside tensors. Refuses a damaged one."""
-    problem = problem_of(folder)
+    problem = runs.problem_of(folder)
     if problem is not None:
         refuse(f"{folder} {problem}")
-    record = json.loads((folder / RECORD).read_text())
+    record = json.loads((folder / runs.RECORD).read_text())
     if "flags" not in record or "facts" not in record:
         refuse(f"{folder} was not written by train.py: it has no flags")
     return record
@@ -146,7 +147,7 @@ def parameters_of(folder, facts):
 
 
 def row_of_parameters(folders, records, tolerance) -> dict:
-    """Elements in the place of steps."""
+    """Elements, where the others have steps."""
     digests = hashlib.sha256(), hashlib.sha256()
     n = n_differ = n_too_far = 0
     largest, first = 0.0, "-"
@@ -159,6 +160,7 @@ def row_of_parameters(folders, records, tolerance) -> dict:
         for digest, values in zip(digests, (a, b)):
             digest.update((values + 0.0).numpy().tobytes())  # + 0.0 makes -0 a 0
         gap = (a.double() - b.double()).abs().nan_to_num(nan=math.inf)
+        gap[a.isnan() & b.isnan()] = 0.0
         too_far = gap > tolerance.atol + tolerance.rtol * b.double().abs()
         if too_far.any() and n_too_far == 0:
             first = name
@@ -166,8 +168,8 @@ def row_of_parameters(folders, records, tolerance) -> dict:
         n_differ += int((gap > 0).sum())
         n_too_far += int(too_far.sum())
         largest = max(largest, gap.max().item())
-    return {"what": f"parameters, {folders[0].name}", "steps": n, "differ": n_differ,
-            "too far": n_too_far, "largest distance": f"{largest:.3g}", "first step": first,
+    return {"what": f"parameters, {folders[0].name}", "of": f"{n:,} elements", "differ": n_differ,
+            "too far": n_too_far, "largest distance": f"{largest:.3g}", "first": first,
             "A": digests[0].hexdigest()[:16], "B": digests[1].hexdigest()[:16]}
 
 
@@ -197,8 +199,10 @@ def compare(out_dir_a: str, out_dir_b: str, tolerance: Tolerance):
     if folders:
         records = [read_record(folder) for folder in folders]
         rows.append(row_of_parameters(folders, records, tolerance))
-        lines = [f"A had {records[0]['world_size']} ranks, B {records[1]['world_size']}."]
+        ranks = [runs.count(record["world_size"], "rank") for record in records]
+        lines = [f"A had {ranks[0]}, B {ranks[1]}."]
         for what in ("facts", "flags"):
             lines += different(what.removesuffix("s"), records[0][what], records[1][what])
+    lines.insert(0, f"A has {runs.count(len(entries_a), 'step')}, B {len(entries_b)}.")
     are_near = all(row["too far"] == 0 for row in rows)
     return rows, "\n".join(lines), are_near

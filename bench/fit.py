@@ -1,7 +1,7 @@
 """The same memory for each rank: which is the largest model that each mode trains in it?
 
     ./bench.sh fit                                  all modes, on 1, 2 and 4 ranks
-    ./bench.sh fit --budget_mb 400 --n_embd 512     another budget; any flags of train.py
+    ./bench.sh fit --budget_mb 400 --n_embd 512     another budget; other flags of train.py
 
 For each mode and number of ranks W it looks for the largest number of layers with which train.py
 makes three steps, in micro batches of one sequence. A trial is a run of train.py of its own: memory

@@ -21,7 +21,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 COUNTED, DEEPSPEED, FIT = "bench/counted.py", "bench/deepspeed_rows.py", "bench/fit.py"
 PATIENCE_S = 40  # a rank finishes its step when it is told to end; torchrun kills it after 30 s
-FIRST_PORT = 29477
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +52,12 @@ class Hosts:
     here: tuple = (0,)
     address: str = ""  # of host 0
     namespaces: tuple = ()  # that stand for hosts
+
+
+def from_rate(rate: str) -> float:
+    """A rate as tc has it, such as 1gbit -> bytes a second."""
+    number, unit = re.fullmatch(r"([\d.]+)([kmg]?)bit", rate).groups()
+    return float(number) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[unit] / 8
 
 
 def refuse(why):
@@ -142,8 +147,8 @@ def commands_of(run: Run, hosts: Hosts, port: int, out_dir: pathlib.Path) -> lis
     return commands
 
 
-def stop(processes):
-    """Those that still run: ask them to end, and kill them if they do not."""
+def end(processes):
+    """Ask those that still run to end, and kill them if they do not."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             if process.poll() is None:
@@ -157,7 +162,8 @@ def stop(processes):
 
 def launch(run: Run, hosts: Hosts, port: int, out_dir: pathlib.Path, log: pathlib.Path) -> list:
     """Run it to its end -> what its RESULT lines say, with the entries of metrics.jsonl as
-    `metrics`; or [{"failed": reason}]. out_dir is the same on all hosts.
+    `metrics`; and at last {"failed": reason} if a process has failed. out_dir is the same on all
+    hosts.
 
     However this ends, as by Ctrl-C, all processes have ended: they are in sessions of their own, so
     a terminal's signal comes to this process alone.
@@ -172,15 +178,16 @@ def launch(run: Run, hosts: Hosts, port: int, out_dir: pathlib.Path, log: pathli
             for process in processes:
                 process.wait()
         finally:
-            stop(processes)
+            end(processes)
     metrics = metrics_in(out_dir / "0" if run.is_alone else out_dir)
     text = log.read_text(errors="replace")
     results = []
     for line in re.findall(r"^RESULT (\{.*\})$", text, re.MULTILINE):
         results.append(dict(json.loads(line), metrics=metrics))
-    if results or 0 not in hosts.here:  # rank 0 prints them, on host 0
-        return results
-    return [dict(failed=reason_in(text) or f"see {log}")]
+    has_failed = any(process.returncode != 0 for process in processes)
+    if has_failed or (not results and 0 in hosts.here):  # rank 0 prints them, on host 0
+        results.append(dict(failed=reason_in(text) or f"see {log}"))
+    return results
 
 
 def metrics_in(folder):

@@ -11,11 +11,18 @@ import re
 import runs
 import train
 from bench import fit, predict
-from bench.launch import refuse, ROOT, Run
+from bench.launch import from_rate, refuse, ROOT, Run
 from bench.tables import DEEPSPEEDS, TABLES
 from model import PRESETS
+from oracle import kinds_of_devices
 
-SETS_ITSELF = ("mode", "global_batch_size", "out_dir")
+PRICED = ("modes", "scaling", "links", "cost", "predict")  # their rows have a throughput
+SETS_ITSELF = ("mode", "global_batch_size", "out_dir", "resume", "eval_only")
+# Options that only some tables have.
+OF_SOME = ("--modes", "--price", "--until_loss", "--svg", "--rounds", "--nnodes", "--node_rank",
+           "--master_addr", "--master_port", "--sizes", "--repeats", "--budget_mb", "--result",
+           "--step_ms", "--node_size", "--rtol", "--atol")
+MOST = 100_000
 OTHERS = ("collectives", "overhead", "fit", "predict", "compare")  # than tables of train.py's runs
 
 
@@ -32,20 +39,24 @@ def usage():
 
 def number(text):
     """For argparse, which adds the option's name."""
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    value = number_from_0(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
 
 
 def number_from_0(text):
-    return 0.0 if text in ("0", "0.0") else number(text)
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
 
 
 def whole_number(text):
-    if not number(text).is_integer():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number")
-    return int(float(text))
+    value = number(text)
+    if not value.is_integer() or value > MOST:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 1 to {MOST}")
+    return int(value)
 
 
 def whole_numbers(text):
@@ -75,6 +86,7 @@ def make_parser(name):
     """Of the options of a table."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     parser.error = refuse
+    parser.set_defaults(modes=None, price=None, svg=None, until_loss=None, nnodes=1, node_rank=0)
     add = parser.add_argument
     add("--json", action="store_true")
     if name == "compare":
@@ -90,23 +102,23 @@ def make_parser(name):
         add("--budget_mb", type=number, default=192.0)
     if name in (*TABLES, "fit", "predict"):
         add("--modes", type=words_of)
-    if name in (*TABLES, "predict"):
+    if name in PRICED:
         add("--price", type=number)
-    if name in (*TABLES, "fit"):
+    if name == "fit" or (name in TABLES and TABLES[name].picture is not None):
         add("--svg")
-        for option in SETS_ITSELF:
-            add(f"--{option}")
     if name in TABLES:
         add("--rounds", type=whole_number)
         add("--micro_batch_size", type=whole_number)
-        add("--until_loss", type=number)
-        add("--nnodes", type=whole_number, default=1)
-        add("--node_rank", type=int, default=0)
+        add("--nnodes", type=whole_number)
+        add("--node_rank", type=int)
         add("--master_addr")
+        add("--master_port", type=whole_number, default=29477)
+    if name in PRICED and name != "predict":
+        add("--until_loss", type=number)
     if name == "predict":
         add("--step_ms", type=number)
         add("--result", type=pathlib.Path)
-        add("--model", choices=PRESETS, default="gpt2")
+        add("--model", choices=PRESETS)
         add("--vocab_size", type=whole_number, default=50257)
         add("--tokens", type=whole_number)
         add("--micro_steps", type=whole_number, default=1)
@@ -123,31 +135,67 @@ def make_parser(name):
 def read_options(name, words):
     """-> what was asked for; `rates` of a cable, and `flags` of train.py, which looks at them."""
     options, others = make_parser(name).parse_known_args(words)
-    options.rates = [word for word in others if re.fullmatch(r"\d[\d.]*[kmg]?bit", word)]
+    if name in ("compare", "predict"):
+        if others:
+            refuse(f"{name} has no {others[0]}: see ./bench.sh --help")
+        check_modes(name, options, predict.MODES)
+        return options
+    options.rates = [word for word in others if re.fullmatch(r"\d\S*bit", word, re.IGNORECASE)]
     options.flags = [word for word in others if word not in options.rates]
-    if name in ("compare", "predict") and others:
-        refuse(f"{name} has no {others[0]}: see ./bench.sh --help")
-    for option in SETS_ITSELF:
-        if getattr(options, option, None) is not None:
-            refuse(f"{name} sets --{option} itself")
+    check_flags(name, options.flags)
+    if name == "fit":
+        check_modes(name, options, train.MODES)
+    if name in TABLES:
+        check_hosts(name, options)
+        for row in options.modes or []:
+            check_row(row)
+    if options.svg is not None:
+        check_svg(options.svg)
+    return options
+
+
+def check_modes(name, options, known):
+    for mode in options.modes or []:
+        if mode not in known:
+            refuse(f"--modes {mode}: {name} has {' '.join(known)}")
+
+
+def check_flags(name, flags):
+    """What train.py would refuse, and what a table does not have."""
+    for word in flags:
+        if word.partition("=")[0] in OF_SOME:
+            refuse(f"{name} has no {word}: see ./bench.sh --help")
+    given = runs.read_flags(train.Config, "", flags)  # ends with status 2 and a line
+    kind = given.get("device") or "cpu"
+    if kind not in kinds_of_devices():
+        refuse(f"--device {kind} is not on this machine: choose {' or '.join(kinds_of_devices())}")
+    for flag in given:
+        if name in ("collectives", "overhead") and flag != "device":
+            refuse(f"{name} has no --{flag}: see ./bench.sh --help")
+        if flag in SETS_ITSELF or (name == "fit" and flag in ("n_layer", "micro_batch_size")):
+            refuse(f"{name} sets --{flag} itself")
+
+
+def check_row(row):
+    mode, *flags = row.split()
+    known = (*train.MODES, *DEEPSPEEDS)
+    if mode not in known:
+        refuse(f"--modes {row}: choose among {' '.join(known)}")
+    check_flags(f"a row, {row},", flags)
+
+
+def check_hosts(name, options):
     if options.rates and name not in ("links", "buckets"):
         refuse(f"{name} has no cable: without {options.rates[0]}")
-    if name not in ("compare", "predict"):
-        given = runs.read_flags(train.Config, "", options.flags)  # refuses what train.py would
-        for flag in given:
-            if name in ("collectives", "overhead") and flag != "device":
-                refuse(f"{name} has no --{flag}: see ./bench.sh --help")
-    if name in TABLES:
-        check_hosts(options)
-        if options.svg and TABLES[name].picture is None:
-            refuse(f"{name} has no picture: without --svg")
-    if getattr(options, "svg", None):
-        check_svg(options.svg)
-    for row in getattr(options, "modes", None) or []:
-        known = predict.MODES if name == "predict" else (*train.MODES, *DEEPSPEEDS)
-        if row.split()[:1] not in [[mode] for mode in known]:
-            refuse(f"--modes {row}: {name} has {' '.join(known)}")
-    return options
+    for rate in options.rates:
+        if not re.fullmatch(r"\d+(\.\d+)?[kmg]?bit", rate) or from_rate(rate) == 0:
+            refuse(f"{rate}: choose a rate such as 1gbit or 100mbit")
+    if options.rates and options.nnodes > 1:
+        refuse("a cable stands for two hosts: without --nnodes")
+    if options.nnodes > 1 and options.master_addr is None:
+        refuse("--nnodes needs --master_addr, of the host whose --node_rank is 0")
+    if not 0 <= options.node_rank < options.nnodes:
+        refuse(f"--node_rank {options.node_rank}: choose 0 to {options.nnodes - 1}, of --nnodes")
 
 
 def check_svg(path):
@@ -158,15 +206,6 @@ def check_svg(path):
         refuse(f"--svg {path}: its folder cannot be written to")
 
 
-def check_hosts(options):
-    if options.rates and options.nnodes > 1:
-        refuse("a cable stands for two hosts: without --nnodes")
-    if options.nnodes > 1 and options.master_addr is None:
-        refuse("--nnodes needs --master_addr, of the host whose --node_rank is 0")
-    if not 0 <= options.node_rank < options.nnodes:
-        refuse(f"--node_rank {options.node_rank}: choose 0 to {options.nnodes - 1}, of --nnodes")
-
-
 def planned_runs(name, options):
     """-> [Run] of a table. Refuses what cannot run, before there is a folder."""
     if name == "fit":
@@ -175,7 +214,7 @@ def planned_runs(name, options):
     if name in TABLES:
         planned = list(TABLES[name].runs(options))
     else:
-        words = tuple(options.flags)
+        words = ("--device", "cpu", *options.flags)
         if name == "collectives":
             words += (f"--sizes={','.join(map(str, options.sizes))}",
                       f"--repeats={options.repeats}")
@@ -185,7 +224,7 @@ def planned_runs(name, options):
     if not planned:
         refuse(f"{name}: no row can run at these --worlds with these --modes")
     for run in planned:
-        n_hosts = 2 if run.rate else getattr(options, "nnodes", 1)
+        n_hosts = 2 if run.rate else options.nnodes
         if run.W > 1 and run.W % n_hosts > 0:
             refuse(f"{run.name}: {run.W} ranks do not divide among {n_hosts} hosts")
     return planned

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bench import predict
-from bench.launch import COUNTED, DEEPSPEED, refuse, Run
+from bench.launch import COUNTED, DEEPSPEED, from_rate, refuse, Run
 from judge.measure import formula_of_bytes
 
 STAGES = ("zero1", "zero2", "zero3")
@@ -32,6 +32,7 @@ SMALL = ("--n_layer", "10", "--n_head", "8", "--n_embd", "512", "--block_size", 
 BALANCED = ("--n_layer", "6", "--n_head", "6", "--n_embd", "384", "--block_size", "256",
             "--max_steps", "8")  # 10.7M parameters, 1,024 tokens a rank: bound by computing
 HIERARCHICAL = "ddp --comm_hook hierarchical --node_size 2"
+OTHER_BYTES = {"--optimizer", "--param_dtype", "--reduce_dtype", "--shard_size", "--offload"}
 HOOKS = ("ddp --comm_hook bf16", "ddp --comm_hook powersgd --warmup_steps 0",
          "ddp --comm_hook topk --warmup_steps 0")
 
@@ -44,7 +45,7 @@ def plan(options, row, W, sequences, micro_batch=1, flags=(), kind="", rate=None
     """A run in which a step has so many sequences, over all ranks. `single` at W is W processes,
     each with its part."""
     m = options.micro_batch_size or micro_batch
-    sequences = sequences * m // micro_batch
+    sequences = sequences * m // micro_batch  # as many micro-steps
     if sequences % (m * W) > 0:
         refuse(f"{row}, W={W}: {sequences} sequences of a step, in micro batches of {m}, do not "
                f"divide among {W} ranks")
@@ -141,27 +142,35 @@ class Results:
         self.of, self.options = results, options
         self.by_key = {(run.kind, run.row, run.W): run for run in results}
 
-    def median(self, run, name):
+    def median(self, run, name, of_rounds=np.median):
         """nan where there is nothing."""
         numbers = [result.get(name) for result in self.of.get(run, [])]
         numbers = [number for number in numbers if number is not None]
-        return float(np.median(numbers)) if numbers else math.nan
+        return float(of_rounds(numbers)) if numbers else math.nan
 
     def first(self, run, name):
         return self.of[run][0].get(name)
 
-    def time(self, run, name="step_ms"):
+    def time(self, run, name="step_ms", of_rounds=np.median):
         """Ranks that take turns on a device have no times."""
-        return math.nan if run and self.first(run, "shares_device") else self.median(run, name)
+        if run is not None and self.first(run, "shares_device"):
+            return math.nan
+        return self.median(run, name, of_rounds)
 
     def other(self, run, mode, W=None):
-        """-> the run of another mode, with the same flags if there is one, or None."""
+        """-> the run of another mode with the same flags, or None. A row with buckets or a hook of
+        its own has the same work as one without."""
         _, *flags = run.row.split()
-        with_flags = " ".join([mode, *flags])
         W = W or run.W
-        if "--optimizer" in flags:  # compared with that optimizer alone
-            return self.by_key.get((run.kind, with_flags, W))
-        return self.by_key.get((run.kind, with_flags, W)) or self.by_key.get((run.kind, mode, W))
+        same = self.by_key.get((run.kind, " ".join([mode, *flags]), W))
+        if same is None and flags[:1] in (["--bucket_cap_mb"], ["--comm_hook"]):
+            same = self.by_key.get((run.kind, mode, W))
+        return same
+
+    def hashes(self, run):
+        """Of all rounds: one, if they have the same bits."""
+        hashes = [(result.get("param_sha256") or "")[:8] for result in self.of[run]]
+        return " ".join(dict.fromkeys(hashes))
 
 
 def columns_of(run, results) -> dict:
@@ -178,9 +187,9 @@ def columns_of(run, results) -> dict:
     held = results.first(run, "most_held") or [math.nan] * 3
     row = {
         "kind": run.kind, "mode": mode, "flags": " ".join(flags), "row": run.row, "W": run.W,
-        "hash": (results.first(run, "param_sha256") or "")[:8],
+        "hash": results.hashes(run),
         "step ms": step_ms,
-        "fastest": min([result.get("step_ms") or math.nan for result in results.of[run]]),
+        "fastest ms": results.time(run, "step_ms", min),
         "tokens/s": tokens,
         "tokens/s a device": tokens / run.W,
         "sequences/s a device": tokens / results.median(run, "block_size") / run.W,
@@ -192,13 +201,13 @@ def columns_of(run, results) -> dict:
         "over torch's": step_ms / results.time(results.other(run, COUNTERPARTS.get(mode, ""))),
         "peak MB": results.median(run, "peak_mem_bytes") / 1e6,
         "parameters": held[0], "gradients": held[1], "optimizer": held[2],
-        "most": sum(held),
+        "held at most": sum(held),
         "bytes a parameter": results.median(run, "bytes_per_param"),
         "formula": formula(run),
         "training loss": results.first(run, "train_loss"),
         "validation loss": results.first(run, "val_loss"),
         "skipped steps": sum(entry["skipped"] for entry in results.first(run, "metrics")),
-        "hours for 10^9 tokens": hours,
+        "device hours for 10^9 tokens": hours,
         "$ for 10^9 tokens": hours * (options.price or math.nan),
         "predicted ms": predicted_ms(run, results, alone_ms),
     }
@@ -213,6 +222,8 @@ def columns_of(run, results) -> dict:
 def formula(run):
     """Bytes a parameter of parameters, gradients and Adam, as the ZeRO paper has them; nan for a
     row with flags, which may change them, and for wrappers of others."""
+    if OTHER_BYTES & {word.partition("=")[0] for word in run.flags}:
+        return math.nan
     mode = {"single": "ddp", "naive": "ddp", "torch-ddp": "ddp"}.get(run.row, run.row)
     W = 1 if run.is_alone else run.W
     return sum(formula_of_bytes(mode, W)) if mode in ("ddp", *STAGES) else math.nan
@@ -223,7 +234,8 @@ def time_to_loss(metrics, loss) -> dict:
     seconds = 0.0
     for entry in metrics:
         seconds += entry["step_ms"] / 1e3
-        if entry.get("val_loss", math.inf) <= loss:
+        val_loss = entry.get("val_loss")  # None where it is not finite
+        if val_loss is not None and val_loss <= loss:
             return {f"steps to {loss}": entry["step"], f"seconds to {loss}": seconds}
     return {f"steps to {loss}": math.nan, f"seconds to {loss}": math.nan}
 
@@ -235,9 +247,9 @@ def predicted_ms(run, results, alone_ms):
         return math.nan
     n_local = run.W // 2  # ranks of a host share its cable
     links = predict.Links(n_local, intra=predict.LOOPBACK,
-                          inter=predict.bytes_per_second(run.rate) / n_local, latency_s=2e-4)
+                          inter=from_rate(run.rate) / n_local, latency_s=2e-4)
     work = predict.Work(sizes, alone_ms / 1e3)
-    return 1e3 * predict.step(run.row, run.W, work, links).seconds
+    return 1e3 * predict.step(run.row, run.W, work, links).now_s
 
 
 # -------------------------------------------------------------------------------------------------
@@ -264,22 +276,22 @@ class Table:
     picture: Picture | None = None
 
 
-STEPS = ("row, W, step ms, fastest, tokens/s, MB sent, waited ms, waited %, over torch's, "
+STEPS = ("row, W, step ms, fastest ms, tokens/s, MB sent, waited ms, waited %, over torch's, "
          "efficiency, peak MB, bytes a parameter, formula")
 TABLES = {
     "bits": Table(bits, "row, W, hash", pivot=True),
     "modes": Table(modes, STEPS, 3, picture=Picture(("step ms",), "W")),
-    "memory": Table(memory, "mode, W, parameters, gradients, optimizer, most, bytes a parameter, "
-                    "formula, peak MB",
+    "memory": Table(memory, "mode, W, parameters, gradients, optimizer, held at most, "
+                    "bytes a parameter, formula, peak MB",
                     picture=Picture(("parameters", "gradients", "optimizer"), "W", mark="formula")),
     "scaling": Table(scaling, "kind, mode, W, step ms, tokens/s, tokens/s a device, "
-                     "sequences/s a device, speed, efficiency, waited %, hours for 10^9 tokens",
-                     2, picture=Picture(("speed",), "kind", x="W")),
-    "buckets": Table(buckets, "kind, mode, W, bucket MB, step ms, fastest, waited ms", 3,
+                     "sequences/s a device, speed, efficiency, waited %, "
+                     "device hours for 10^9 tokens", 2, picture=Picture(("speed",), "kind", x="W")),
+    "buckets": Table(buckets, "kind, mode, W, bucket MB, step ms, fastest ms, waited ms", 3,
                      picture=Picture(("step ms",), "kind", x="bucket MB")),
     "precisions": Table(precisions, "mode, W, flags, training loss, validation loss, "
                         "skipped steps, step ms, peak MB"),
     "links": Table(links, "kind, row, W, step ms, predicted ms, error %, tokens/s, MB sent, "
                    "waited %, over torch's", 2, picture=Picture(("step ms",), "kind")),
-    "cost": Table(modes, "row, W, tokens/s, hours for 10^9 tokens", 3),
+    "cost": Table(modes, "row, W, tokens/s, device hours for 10^9 tokens", 3),
 }
