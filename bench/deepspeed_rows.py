@@ -44,21 +44,6 @@ def take_mode(flags):
     return mode, others
 
 
-def decay_groups(model, config):
-    """Matrices decay, other tensors do not, as in train.py. Called before DeepSpeed cuts them."""
-    matrices = []
-    others = []
-    for p in model.parameters():
-        if p.dim() >= 2:
-            matrices.append(p)
-        else:
-            others.append(p)
-    return [
-        dict(params=matrices, weight_decay=config.weight_decay),
-        dict(params=others, weight_decay=0.0),
-    ]
-
-
 def main():
     mode, flags = take_mode(sys.argv[1:])
     sys.path.insert(0, str(ROOT))
@@ -95,11 +80,8 @@ def main():
     m = config.micro_batch_size
     n = config.global_batch_size // (m * W)  # micro-steps
 
-    optimizer = torch.optim.AdamW(
-        decay_groups(plain, config),
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-    )
+    # Made before DeepSpeed cuts parameters, so that matrices decay, and others do not.
+    [optimizer] = train.make_optimizers(plain, config)
     options = dict(
         train_batch_size=config.global_batch_size,
         train_micro_batch_size_per_gpu=m,

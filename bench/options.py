@@ -142,11 +142,13 @@ def read_options(name, words):
         return options
     options.rates = [word for word in others if re.fullmatch(r"\d\S*bit", word, re.IGNORECASE)]
     options.flags = [word for word in others if word not in options.rates]
+    if options.rates and name not in ("links", "buckets"):
+        refuse(f"{name} has no cable: without {options.rates[0]}")
     check_flags(name, options.flags)
     if name == "fit":
         check_modes(name, options, train.MODES)
     if name in TABLES:
-        check_hosts(name, options)
+        check_hosts(options)
         for row in options.modes or []:
             check_row(row)
     if options.svg is not None:
@@ -170,7 +172,7 @@ def check_flags(name, flags):
     if kind not in kinds_of_devices():
         refuse(f"--device {kind} is not on this machine: choose {' or '.join(kinds_of_devices())}")
     for flag in given:
-        if name in ("collectives", "overhead") and flag != "device":
+        if name == "overhead" or (name == "collectives" and flag != "device"):
             refuse(f"{name} has no --{flag}: see ./bench.sh --help")
         if flag in SETS_ITSELF or (name == "fit" and flag in ("n_layer", "micro_batch_size")):
             refuse(f"{name} sets --{flag} itself")
@@ -184,9 +186,7 @@ def check_row(row):
     check_flags(f"a row, {row},", flags)
 
 
-def check_hosts(name, options):
-    if options.rates and name not in ("links", "buckets"):
-        refuse(f"{name} has no cable: without {options.rates[0]}")
+def check_hosts(options):
     for rate in options.rates:
         if not re.fullmatch(r"\d+(\.\d+)?[kmg]?bit", rate) or from_rate(rate) == 0:
             refuse(f"{rate}: choose a rate such as 1gbit or 100mbit")
@@ -214,10 +214,11 @@ def planned_runs(name, options):
     if name in TABLES:
         planned = list(TABLES[name].runs(options))
     else:
-        words = ("--device", "cpu", *options.flags)
+        words = ()
         if name == "collectives":
-            words += (f"--sizes={','.join(map(str, options.sizes))}",
-                      f"--repeats={options.repeats}")
+            sizes_in_bytes = ",".join(map(str, options.sizes))
+            words = ("--sizes", sizes_in_bytes, "--repeats", str(options.repeats), "--device",
+                     "cpu", *options.flags)
         planned = []
         for W in options.worlds or ((2, 4) if name == "collectives" else (1, 2)):
             planned.append(Run(name, W, words, program=f"bench/{name}.py"))

@@ -13,27 +13,18 @@ on an accelerator takes. Counted are, each above the step of the model without a
     allocations       tensors that are made empty
     record_function   beginnings and ends of ranges for a profiler
     calls             of Python functions and of C functions by Python: cProfile's count
-    CPU us            of a step: the smallest of --steps. In each round every wrapper has one step
 
-The first six are exact: they are the same in each run. Microseconds are not, and depend on the
-machine.
-
-On a CPU our wrappers are shown tensors that say they are not on a CPU, so they take the branches of
-an accelerator, whose kernels the CPU then computes. --device KIND takes a real one instead. There
-calls are not counted, since hooks run on a thread of the device's, which cProfile does not see, and
-CPU us are those until all is launched.
+These are exact: the same in each run. Ours are shown tensors that say they are not on a CPU, so
+they take the branches of an accelerator, whose kernels the CPU then computes.
 """
 
-import argparse
 import contextlib
 import cProfile
 import dataclasses
 import functools
 import gc
-import math
 import pathlib
 import sys
-import time
 import warnings
 from unittest import mock
 
@@ -83,7 +74,7 @@ def torch_zero(net):
 
 
 def fsdp2(net):
-    mesh = init_device_mesh(net.wte.weight.device.type, (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in net.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -119,14 +110,14 @@ SYSTEMS = {"none": none, **TORCHS, **OURS}
 
 
 @contextlib.contextmanager
-def as_on_accelerator(name, device):
-    """Buckets are small; and if device is a CPU, tensors tell one of our wrappers that they are
-    not there. (torch's wrappers choose by the process group.)"""
+def as_on_accelerator(name):
+    """Buckets are small; and tensors tell one of our wrappers that they are not on a CPU. (torch's
+    wrappers choose by the process group.)"""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(ddp, BUCKET_BYTES=BUCKET_BYTES, MESSAGE_BYTES=0))
         first = mock.patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", BUCKET_BYTES)
         stack.enter_context(first)
-        if name in OURS and device.type == "cpu":
+        if name in OURS:
             stack.enter_context(mock.patch.object(torch.Tensor, "is_cpu", False))
         yield
 
@@ -134,12 +125,12 @@ def as_on_accelerator(name, device):
 class Training:
     """A system, built, and its step. Each rank has a sequence of its own."""
 
-    def __init__(self, name, device):
-        net = GPT(GPTConfig(**SIZES)).to(device)
+    def __init__(self, name):
+        net = GPT(GPTConfig(**SIZES))
         self.model, self.optimizer = SYSTEMS[name](net)
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         shape = 1, SIZES["block_size"] + 1
-        sequence = torch.randint(SIZES["vocab_size"], shape, generator=generator).to(device)
+        sequence = torch.randint(SIZES["vocab_size"], shape, generator=generator)
         self.inputs = sequence[:, :-1]
         self.targets = sequence[:, 1:]
 
@@ -166,7 +157,7 @@ class Counts:
     collectives: int = 0
     allocations: int = 0
     record_function: int = 0
-    calls: float = math.nan  # not counted
+    calls: int = 0
 
     def __sub__(self, other):
         ours = dataclasses.astuple(self)
@@ -220,15 +211,14 @@ def count_calls(training):
     return n // 2
 
 
-def count(name, device):
+def count(name):
     """-> Counts of a step of a system, all that the model itself does included."""
-    with as_on_accelerator(name, device):
-        training = Training(name, device)
+    with as_on_accelerator(name):
+        training = Training(name)
         training.step(WARM_UP)
         with Counter() as counter:
             training.step()
-        if device.type == "cpu":
-            counter.counts.calls = count_calls(training)
+        counter.counts.calls = count_calls(training)
     # A wrapper and its module refer to each other: let it go before the next one is built.
     del training
     gc.collect()
@@ -236,61 +226,15 @@ def count(name, device):
 
 
 # -------------------------------------------------------------------------------------------------
-# time
-
-
-def step_us(training, device):
-    """Time of a step on the CPU, in microseconds: of this thread where it does all the work; on an
-    accelerator, whose thread makes the backward, until all is launched."""
-    if device.type == "cpu":
-        start_s = time.thread_time()
-        training.step()
-        return 1e6 * (time.thread_time() - start_s)
-    torch.accelerator.synchronize()
-    start_s = time.perf_counter()
-    training.step()
-    return 1e6 * (time.perf_counter() - start_s)
-
-
-def fastest_us(device, n_steps):
-    """-> {system: the time of its fastest step}. All are built, and have one step in each round."""
-    trainings = {}
-    for name in SYSTEMS:
-        with as_on_accelerator(name, device):
-            trainings[name] = Training(name, device)
-            trainings[name].step(WARM_UP)
-    fastest = dict.fromkeys(SYSTEMS, float("inf"))
-    gc.disable()  # a collection would be counted with the step in which it happens
-    for number in range(n_steps):
-        for name, training in trainings.items():
-            with as_on_accelerator(name, device):
-                fastest[name] = min(fastest[name], step_us(training, device))
-        if number % 10 == 9:
-            gc.collect()
-    gc.enable()
-    return fastest
-
-
-# -------------------------------------------------------------------------------------------------
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
     warnings.simplefilter("ignore")
-    device = join(options.device)
-    counts = {}
+    join("cpu")
+    without = count("none")
     for name in SYSTEMS:
-        counts[name] = count(name, device)
-    fastest = fastest_us(device, options.steps)
-    for name in SYSTEMS:
-        added, us = counts[name], fastest[name]
-        if name != "none":
-            added, us = added - counts["none"], us - fastest["none"]
-        report({"W": dist.get_world_size(), "wrapper": name, **dataclasses.asdict(added),
-                "CPU us": us})
+        added = without if name == "none" else count(name) - without
+        report({"W": dist.get_world_size(), "wrapper": name, **dataclasses.asdict(added)})
     dist.destroy_process_group()
 
 

@@ -15,8 +15,6 @@ from bench.overhead import as_on_accelerator, count, Counter, Counts, OURS, Trai
 from dropin.tests.scripts import of_each
 from tests.ranks import on_ranks
 
-CPU = torch.device("cpu")
-
 # wrapper, W: what it adds in kernels, views, collectives, allocations, record_function, calls
 EXPECTED = {
     ("DDP", 2): (38, 73, 19, 19, 0, 1987),
@@ -32,7 +30,7 @@ EXPECTED = {
 
 @cache
 def without_wrapper():
-    return count("none", CPU)
+    return count("none")
 
 
 @on_ranks(2, seconds=120)
@@ -41,7 +39,7 @@ def test_a_wrapper_adds_this(wrapper):
     """Exactly so many operations, and at most so many calls: these differ a little between versions
     of Python, so 3 % more are none too many."""
     expected = Counts(*EXPECTED[wrapper, 2])
-    actual = count(wrapper, CPU) - without_wrapper()
+    actual = count(wrapper) - without_wrapper()
     line = f'    ("{wrapper}", 2): {astuple(actual)},'
     fact = f"{actual} is not {expected}; if that is meant:\n{line}"
     assert astuple(actual)[:-1] == astuple(expected)[:-1], fact
@@ -54,8 +52,8 @@ def test_ranges_are_there_for_a_profiler(wrapper):
     """Only then: torch's record_function takes as long as the launch of a kernel. The optimizer has
     ranges of its own, without a wrapper, too."""
     few_layers = mock.patch.dict("bench.overhead.SIZES", n_layer=2)  # it is profiled: that is slow
-    with few_layers, as_on_accelerator(wrapper, CPU):
-        training = Training(wrapper, CPU)
+    with few_layers, as_on_accelerator(wrapper):
+        training = Training(wrapper)
         training.step(WARM_UP)
         with Counter() as counter:
             training.step()
