@@ -56,14 +56,16 @@ def held_bytes(run):
 
 
 def watch(run, held):
-    """Append what is held after each module's forward and where each gradient arrives, to a list ->
-    hooks."""
+    """Append what is held after each module's forward, where each gradient arrives, and before the
+    update, to a list -> hooks."""
     def note(*_):
         held.append(held_bytes(run))
 
     hooks = [torch.nn.modules.module.register_module_forward_hook(note)]
     for p in run.gpt.parameters():
         hooks.append(p.register_hook(note))
+    for optimizer in run.optimizers:
+        hooks.append(optimizer.register_step_pre_hook(note))
     return hooks
 
 

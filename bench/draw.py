@@ -67,7 +67,11 @@ def draw_bars(axes, rows, picture):
             for color, line in (("black", "-"), ("white", "--")):
                 axes.plot([mark, mark], [place - 0.4, place + 0.4], color=color, linestyle=line)
         axes.text(left, place, f" {text}", va="center", fontsize=8)
-    axes.set_yticks(range(len(rows)), [row["row"].replace("--", "") for row in rows], fontsize=8)
+    names = []
+    for row in rows:
+        name = row["row"].replace("--", "")
+        names.append(name if picture.panel == "W" else f"{name}, W={row['W']}")
+    axes.set_yticks(range(len(rows)), names, fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.4)
     axes.set_xlabel(picture.y[0] if len(picture.y) == 1 else "bytes a parameter")
