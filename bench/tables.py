@@ -109,14 +109,15 @@ def buckets(options):
 def precisions(options):
     flags = ("--n_layer", "2", "--n_head", "2", "--n_embd", "64", "--block_size", "64",
              "--max_steps", "300", "--eval_steps", "80")
-    for W in options.worlds or (1, 2):
+    worlds = options.worlds or (1, 2)
+    for W in worlds:
         for mode in options.modes or ("single", "ddp", "zero3", "torch-ddp"):
             variants = ["--dtype fp32", "--dtype bf16", "--dtype fp16"]
             if mode in STAGES:
                 variants.append("--param_dtype bf16 --reduce_dtype fp32")
             for variant in variants:
                 if (W == 1) == (mode == "single"):
-                    yield plan(options, f"{mode} {variant}", W, 4 * W, 4, flags)
+                    yield plan(options, f"{mode} {variant}", W, 4 * max(worlds), 4, flags)
 
 
 def links(options):
@@ -204,8 +205,8 @@ def columns_of(run, results) -> dict:
         "held at most": sum(held),
         "bytes a parameter": results.median(run, "bytes_per_param"),
         "formula": formula(run),
-        "training loss": results.first(run, "train_loss"),
-        "validation loss": results.first(run, "val_loss"),
+        "training loss": digits(results.first(run, "train_loss")),
+        "validation loss": digits(results.first(run, "val_loss")),
         "skipped steps": sum(entry["skipped"] for entry in results.first(run, "metrics")),
         "device hours for 10^9 tokens": hours,
         "$ for 10^9 tokens": hours * (options.price or math.nan),
@@ -217,6 +218,11 @@ def columns_of(run, results) -> dict:
     if options.until_loss:
         row |= time_to_loss(results.first(run, "metrics"), options.until_loss)
     return row
+
+
+def digits(loss):
+    """More of them than a cell has: precisions differ in these."""
+    return "-" if loss is None else f"{loss:.5f}"
 
 
 def formula(run):
