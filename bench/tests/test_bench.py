@@ -475,6 +475,10 @@ def test_predicted_hybrid_and_memory():
     links = Links(4, 100e9, 1e9, 0.0)
     hybrid, zero3 = (predict.step(mode, 16, WORK, links) for mode in ("hybrid", "zero3"))
     assert hybrid.exposed_s < zero3.exposed_s
+    # Of 52 MB of gradients each rank has a fourth, of which it sends 3/4 to three nodes, twice.
+    within = Links(4, math.inf, 1e9, 0.0)
+    made = predict.step("hybrid", 16, WORK, within, overlap=False)
+    assert made.exposed_s == pytest.approx(2 * 13e6 * 3 / 4 / 1e9)
     whole = 4 * (1e6 + 2 * 4e6)
     for mode, expected in (("ddp", 16 * 13e6), ("zero1", 8.5 * 13e6), ("zero2", 4.75 * 13e6),
                            ("zero3", 13e6 + whole), ("hybrid", 4 * 13e6 + whole)):
