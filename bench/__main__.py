@@ -41,15 +41,13 @@ class Bench:
     its out_dir, results.jsonl, and the table."""
 
     def __init__(self, name, options):
-        self.options = options
         self.folder = make_folder(name)
-        self.hosts, self.out_dirs, port = Hosts(), self.folder, 29477
+        self.hosts, self.out_dirs = Hosts(), self.folder
         if options.nnodes > 1:
             self.hosts = Hosts(options.nnodes, (options.node_rank,), options.master_addr)
             # Ranks of all hosts have the same out_dir; the names of folders have a host's own time.
             self.out_dirs = BENCH / f"hosts_{options.master_port}"
-            port = options.master_port
-        self.ports = itertools.count(port)  # each run has its own: nobody finds an old one
+        self.ports = itertools.count(options.master_port)  # one a run: nobody finds an old one
         self.failed = []
         self.stopped_by = 0  # a signal, if one has come
 

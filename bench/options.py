@@ -86,7 +86,8 @@ def make_parser(name):
     """Of the options of a table."""
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     parser.error = refuse
-    parser.set_defaults(modes=None, price=None, svg=None, until_loss=None, nnodes=1, node_rank=0)
+    parser.set_defaults(modes=None, price=None, svg=None, until_loss=None, nnodes=1, node_rank=0,
+                        master_port=29477)
     add = parser.add_argument
     add("--json", action="store_true")
     if name == "compare":
@@ -112,7 +113,7 @@ def make_parser(name):
         add("--nnodes", type=whole_number)
         add("--node_rank", type=int)
         add("--master_addr")
-        add("--master_port", type=whole_number, default=29477)
+        add("--master_port", type=whole_number)
     if name in PRICED and name != "predict":
         add("--until_loss", type=number)
     if name == "predict":
