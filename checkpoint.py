@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """What a rank has, by name, for torch.distributed.checkpoint: of any training loop, any wrapper.
 
@@ -10,7 +10,7 @@ Replaces torch.save on rank 0. Copy this file by itself: it imports no other one
     dcp.save(sharded_state(model, optimizer), checkpoint_id="saved")
     dcp.load(sharded_state(model, optimizer), checkpoint_id="saved")    # any mode, any world size
 
-A slice is saved with its place in the flat parameter, not with its rank:
+A shard is saved with its place in the flat parameter, not with its rank:
 
                         rank 0      rank 1      rank 2
     written by zero3    [0, 100)    [100, 200)  [200, 300)    model.wte.weight, exp_avg.wte.weight,
@@ -34,7 +34,7 @@ from torch import nn
 # what a rank has
 
 
-class Slice(torch.Tensor):
+class Shard(torch.Tensor):
     """The n elements [first, first + n) that this rank has of a flat tensor of `whole` elements.
 
     torch.distributed.checkpoint asks a tensor that is divided among ranks by the methods with
@@ -61,7 +61,7 @@ class Slice(torch.Tensor):
 
     def new_empty(self, *_, **__):
         """dcp.async_save copies a tensor into this, by set_() with the size of the whole."""
-        empty = torch.empty(0, dtype=self.dtype).as_subclass(Slice)
+        empty = torch.empty(0, dtype=self.dtype).as_subclass(Shard)
         empty.n = self.n
         return empty
 
@@ -223,7 +223,7 @@ def flattened(t, strides, name):
     """All elements of t, (n,), in the memory that they have, in the order in which these strides
     lay them out."""
     try:
-        flat = t.detach().permute(by_stride(strides)).view(-1).as_subclass(Slice)
+        flat = t.detach().permute(by_stride(strides)).view(-1).as_subclass(Shard)
     except RuntimeError as error:
         raise ValueError(f"{name} has gaps in its memory, or another order there than its "
                          f"parameter: strides {t.stride()} of shape {[*t.shape]}") from error

@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """Tokens, and which of them a rank reads in a step.
 

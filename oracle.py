@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """Data parallelism and the three stages of ZeRO by hand: obvious, slow and complete.
 
@@ -10,8 +10,8 @@ Everything else in this project has to end on the bits of this file. It only get
 
 W processes, the ranks, train one model. Each rank reads its own part of the batch. In data
 parallelism each rank has all of the model. In ZeRO (Rajbhandari et al., arXiv 1910.02054) each rank
-owns one of W pieces of every parameter, its shard. Of what it needs only now and then, it keeps
-only this piece. For Psi parameters:
+owns one of W chunks of every parameter, its shard. Of what it needs only now and then, it keeps
+only this chunk. For Psi parameters:
 
            a rank keeps whole      sends in a step of n backwards, in (W-1)/W Psi elements
     ddp    all                     2:           reduces gradients and gathers the sums, once
@@ -23,8 +23,8 @@ only this piece. For Psi parameters:
 Seven facts to know first:
 1. The mean of the ranks' gradients is the gradient of the whole batch. So ranks that begin with
    equal parameters, and step with this mean, stay equal.
-2. A reduce-scatter gives each rank the sum over ranks of its piece. An all-gather gives every rank
-   all pieces. One after the other they give all ranks the whole sum.
+2. A reduce-scatter gives each rank the sum over ranks of its chunk. An all-gather gives every rank
+   all chunks. One after the other they give all ranks the whole sum.
 3. A tensor is a view of memory. `p.data = t` gives the parameter p other memory. p stays the same
    object for the module, the optimizer and autograd. A tensor that was made from p before still has
    the old memory.
@@ -60,21 +60,21 @@ from torch.nn import Module, Parameter
 # two collectives: all ranks have to call them, in the same order
 
 
-def own_piece(t: Tensor, process_group=None) -> Tensor:
-    """t, contiguous, of any shape -> (n,), a view: the piece of it that this rank owns. Its N
-    elements are cut into W pieces, of about N/W elements each, and rank r owns the r-th."""
-    pieces = t.view(-1).tensor_split(dist.get_world_size(process_group))
-    return pieces[dist.get_rank(process_group)]
+def own_chunk(t: Tensor, process_group=None) -> Tensor:
+    """t, contiguous, of any shape -> (n,), a view: the chunk of it that this rank owns. Its N
+    elements are cut into W chunks, of about N/W elements each, and rank r owns the r-th."""
+    chunks = t.view(-1).tensor_split(dist.get_world_size(process_group))
+    return chunks[dist.get_rank(process_group)]
 
 
 def reduce_scatter(flat: Tensor, earlier: Tensor | None = None, process_group=None) -> Tensor:
-    """flat, (N,) -> (n,): the sum of all ranks' values of the piece that this rank owns. earlier,
+    """flat, (N,) -> (n,): the sum of all ranks' values of the chunk that this rank owns. earlier,
     (n,): what to begin with. The order is ((earlier + rank 0's) + rank 1's) + ..."""
     W, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-    sizes = [len(piece) for piece in flat.tensor_split(W)]
+    sizes = [len(chunk) for chunk in flat.tensor_split(W)]
     n = sizes[rank]
     arriving = flat.new_empty(W, n)  # row r comes from rank r
-    # Rank r gets the r-th piece of every rank's flat: sizes[r] elements go to r, n come from each.
+    # Rank r gets the r-th chunk of every rank's flat: sizes[r] elements go to r, n come from each.
     dist.all_to_all_single(arriving.view(-1), flat, [n] * W, sizes, group=process_group)
     wide_dtype = torch.promote_types(flat.dtype, torch.float32)  # in 16 bits each sum would round
     addends = list(arriving.to(wide_dtype))
@@ -87,11 +87,11 @@ def reduce_scatter(flat: Tensor, earlier: Tensor | None = None, process_group=No
 
 
 def all_gather(flat: Tensor, process_group=None) -> None:
-    """Before, each rank has its own piece of flat, (N,); after, all of them. In place."""
+    """Before, each rank has its own chunk of flat, (N,); after, all of them. In place."""
     works = []
-    for owner, piece in enumerate(flat.tensor_split(dist.get_world_size(process_group))):
-        if len(piece) > 0:
-            works.append(dist.broadcast(piece, group_src=owner, group=process_group, async_op=True))
+    for owner, chunk in enumerate(flat.tensor_split(dist.get_world_size(process_group))):
+        if len(chunk) > 0:
+            works.append(dist.broadcast(chunk, group_src=owner, group=process_group, async_op=True))
     for work in works:
         work.wait()
 
@@ -143,7 +143,7 @@ def average_gradients(module: Module, process_group=None,
             p.grad = torch.zeros_like(p)
         product = (p.grad * (1 / factor)).contiguous()  # p.shape
         total = reduce_scatter(product.view(-1), process_group=process_group)
-        own_piece(product, process_group).copy_(total)
+        own_chunk(product, process_group).copy_(total)
         all_gather(product.view(-1), process_group)  # now product is the mean
         p.grad.copy_(product)
 
@@ -161,29 +161,29 @@ def average_gradients(module: Module, process_group=None,
 #         loss = module(x, y)
 #         loss.backward()                        # several of these two: as above
 #         reduce_gradients(module)               # in stage 1 only
-#         optimizer.step()                       # changes this rank's piece of each parameter
+#         optimizer.step()                       # changes this rank's chunk of each parameter
 #         optimizer.zero_grad()
 #         gather_parameters(module)              # in stages 1 and 2 only
 
 
 # -------------------------------------------------------------------------------------------------
-# stage 1, P_os in the paper (os: optimizer states): each rank updates its piece of every parameter
+# stage 1, P_os in the paper (os: optimizer states): each rank updates its chunk of every parameter
 
 
 def make_shards(module: Module) -> None:
     """Give each parameter p of module a `p.shard` for the optimizer: a Parameter which is this
-    rank's piece, of shape (n, 1, ..., 1), with as many dimensions as p. (Many scripts let only
+    rank's chunk, of shape (n, 1, ..., 1), with as many dimensions as p. (Many scripts let only
     parameters of two dimensions decay, hence the ones.) First all ranks take rank 0's values."""
     broadcast_parameters(module)
     for p in module.parameters():
         ones = [1] * (p.dim() - 1)
-        piece = own_piece(p.detach()).view(-1, *ones)  # no copy: a step changes p's memory
-        p.shard = Parameter(piece, p.requires_grad)
+        chunk = own_chunk(p.detach()).view(-1, *ones)  # no copy: a step changes p's memory
+        p.shard = Parameter(chunk, p.requires_grad)
 
 
 @torch.no_grad()
 def reduce_gradient(p: Parameter) -> None:
-    """p.shard.grad += this rank's piece of the mean over ranks of p.grad. Then p.grad is freed."""
+    """p.shard.grad += this rank's chunk of the mean over ranks of p.grad. Then p.grad is freed."""
     product = (p.grad * (1 / dist.get_world_size())).contiguous()  # p.shape
     earlier = None
     if p.shard.grad is not None:  # there was a backward before, in this step
@@ -202,13 +202,13 @@ def reduce_gradients(module: Module) -> None:
 
 
 def gather_parameters(module: Module) -> None:
-    """Call it after a step, in which a rank has changed its own pieces: it sends them to all."""
+    """Call it after a step, in which a rank has changed its own chunks: it sends them to all."""
     for p in module.parameters():
         all_gather(p.data.view(-1))
 
 
 # -------------------------------------------------------------------------------------------------
-# stage 2, P_os+g: gradients, too, are kept only in pieces
+# stage 2, P_os+g: gradients, too, are kept only in chunks
 
 
 def reduce_in_backward(module: Module) -> None:
@@ -222,14 +222,14 @@ def reduce_in_backward(module: Module) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# stage 3, P_os+g+p: parameters, too, are kept only in pieces
+# stage 3, P_os+g+p: parameters, too, are kept only in chunks
 
 
 @torch.no_grad()
 def gather(p: Parameter) -> Tensor:
     """All ranks' p.shard -> the whole parameter, p.shape, in new memory."""
     whole = p.shard.new_empty(p.shape)
-    own_piece(whole).copy_(p.shard.view(-1))
+    own_chunk(whole).copy_(p.shard.view(-1))
     all_gather(whole.view(-1))
     return whole
 
@@ -280,7 +280,7 @@ def gather_when_used(module: Module, units: Iterable[Module]) -> None:
     in_units = {p for unit in units for p in unit.parameters()}
     root = [p for p in module.parameters() if p not in in_units]
     for p in module.parameters():
-        p.shard.data = p.shard.data.clone()  # it was a piece of p, whose memory is to go
+        p.shard.data = p.shard.data.clone()  # it was a chunk of p, whose memory is to go
     for unit in (module, *units):
         parameters = root if unit is module else list(unit.parameters())
         reshard(parameters)
@@ -307,7 +307,7 @@ def gather_when_used(module: Module, units: Iterable[Module]) -> None:
 #   - One gather of a unit in the backward, not one for each parameter that autograd has saved.
 #   - Safety: what is read too early or too late is nan, or raises, also where a step has come
 #     between.
-#   - Clipping, whose norm is over all ranks' pieces; no_sync(); 16-bit parameters and gradients;
+#   - Clipping, whose norm is over all ranks' chunks; no_sync(); 16-bit parameters and gradients;
 #     strides.
 #
 # dropin/ has agreement of ranks that use different parameters, or skip a unit, and much more.

@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """What any program with ranks needs beside its model. Replaces a launcher's library and a framework
 of callbacks. Each part keeps a promise:
@@ -320,8 +320,8 @@ class Folder:
     the other functions below are for all ranks.
 
         step_00000100       a checkpoint: complete, or not there at all
-            __0_0.distcp    slices of parameters and of optimizer state, a file or more per rank
-            .metadata       where each slice is: a pickle of torch.distributed.checkpoint
+            __0_0.distcp    shards of parameters and of optimizer state, a file or more per rank
+            .metadata       where each shard is: a pickle of torch.distributed.checkpoint
             checkpoint.json what the loop knows beside tensors
             SHA256SUMS      of the other files, in the form of `sha256sum`
         .step_00000200      one that is not complete

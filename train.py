@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """Train a GPT in one process, or data-parallel in several; the mode is one flag.
 
@@ -677,7 +677,7 @@ def new_gpt(gpt_config, config):
         return GPT(gpt_config)
 
 
-# Where fused AdamW has the same bits for a tensor as for its slices. Its CPU kernel rounds the end
+# Where fused AdamW has the same bits for a tensor as for its shards. Its CPU kernel rounds the end
 # of a tensor differently. `pytest tests/test_devices.py -k fused` tries the device that is there.
 FUSED_ADAMW = ("cuda",)
 
@@ -817,7 +817,7 @@ def bytes_per_param(model, gpt, optimizers):
     for optimizer in optimizers:
         for state in optimizer.state.values():
             held += [t for t in state.values() if t.dim() > 0]  # no counts of steps
-    n_bytes = {}  # of each piece of memory, by its address
+    n_bytes = {}  # of each memory, by its address
     for t in held:
         storage = local(t).untyped_storage()
         n_bytes[storage.data_ptr()] = storage.nbytes()

@@ -33,7 +33,7 @@ COUNTED_STEP = 3
 
 
 def n_bytes(tensors):
-    """Memory of tensors, each piece of it once, since many of them are views."""
+    """Memory of tensors, each of it once, since many of them are views."""
     sizes = {}
     for t in tensors:
         storage = t.untyped_storage()

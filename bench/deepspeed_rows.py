@@ -8,7 +8,7 @@ train.py, up to rounding.
 
     pip install deepspeed     # tried: 0.19.8; it brings ninja
 
-On a CPU DeepSpeed compiles a piece of C++ in its first run, which needs a compiler and minutes: so
+On a CPU DeepSpeed compiles C++ in its first run, which needs a compiler and minutes: so
 run it once before you compare times. It sends a part of its messages on one host through shared
 memory, where train.py's modes take gloo. If that first run is killed, it leaves a lock in
 ~/.cache/torch_extensions: remove that folder.

@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """DDP and the stages of ZeRO for scripts that are not plain: README.md.
 

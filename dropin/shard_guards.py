@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """Guards of stages: what a script may do with a parameter of the module (`Absent`), with a gradient
 of a shard (`Part`), and with a shard. See guards.py, too.

@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """Options of the stages: groups of ranks that shard, 16 bits on the way, shards on the CPU, whole
 parameters for Muon, and modules on the meta device."""

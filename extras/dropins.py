@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """--comm_hook, --find_unused_parameters, --reduce_dtype, --shard_size, --offload, and --optimizer
 muon in stages: modes of ours that need dropin/, which has all that train.py asks of a wrapper."""

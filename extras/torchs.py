@@ -1,4 +1,4 @@
-# nanoZeRO 1.1.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
+# nanoZeRO 2.0.0, SPDX-FileCopyrightText: 2026 the nanoZeRO authors
 # SPDX-License-Identifier: MIT
 """--mode torch-ddp, torch-zero1, torch-fsdp, torch-fsdp-kept: torch's own, as references, with what
 train.py asks of a wrapper: see `wrap` there. None says how long it waits for communication."""

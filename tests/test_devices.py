@@ -240,7 +240,7 @@ def test_each_rank_knows_all_numbers(W):
 
 
 def n_with_other_bits(kind):
-    """How many elements of a tensor fused AdamW trains to other bits than in its slices, which
+    """How many elements of a tensor fused AdamW trains to other bits than in its shards, which
     begin anywhere and have any size, also 0: three steps on a device."""
     n = 70001
     generator = torch.Generator().manual_seed(0)
@@ -249,13 +249,13 @@ def n_with_other_bits(kind):
     places = [*itertools.pairwise(sorted([0, *inner, n]))]
     whole = torch.nn.Parameter(values.clone())
     memory = values.clone()
-    slices = [torch.nn.Parameter(memory[first:end]) for first, end in places]
+    shards = [torch.nn.Parameter(memory[first:end]) for first, end in places]
     optimizers = []
-    for parameters in ([whole], slices):
+    for parameters in ([whole], shards):
         optimizers.append(torch.optim.AdamW(parameters, weight_decay=0.1, fused=True))
     for lr, gradient in zip((1e-2, 3e-3, 1e-3), gradients):
         whole.grad = gradient
-        for p, (first, end) in zip(slices, places):
+        for p, (first, end) in zip(shards, places):
             p.grad = gradient[first:end]
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = lr
@@ -272,7 +272,7 @@ def print_number(kind):
 
 @pytest.mark.parametrize("kind", train.FUSED_ADAMW)
 def test_fused_adamw_of_slices(kind):
-    """Where train.py takes it, it has the same bits for a tensor as for its slices."""
+    """Where train.py takes it, it has the same bits for a tensor as for its shards."""
     actual = f"torch is built for {torch.accelerator.current_accelerator(check_available=False)}"
     if kind in actual:
         environment = dict(os.environ)

@@ -31,7 +31,7 @@ def test_oracle_has_one_hash():
             whole["2"] = psi, psi / W, 2 * psi / W
             whole["3"] = psi / W + n_parameters, psi / W, 2 * psi / W
             for actual, expected in zip((parameters, gradients, adam), whole[mode]):
-                rounded = 2 * n_parameters  # a piece may have one element more than another
+                rounded = 2 * n_parameters  # a chunk may have one element more than another
                 assert abs(actual - expected) <= rounded, f"{mode}: {held} bytes, expected {whole}"
             least = dict(single=0, ddp=2, **{"1": 2, "2": micro_steps + 1})
             n_sent = sum(gather(sent)) / W
