@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+import ddp
 import verify
 from data import load_tokenizer
 from tests.common import ROOT
 from tests.runs import finish, run_alone, run_train
-from zero import Zero1, Zero3
+from zero import Zero1, Zero2, Zero3
 
 PAGES = {path.stem: path for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")),
                                       ROOT / "tests" / "PROMISES.md")}
@@ -237,6 +238,62 @@ def test_usings_loop_goes_on(tmp_path):
         assert torch.equal(value, expected[name]), name
     assert sorted(path.name for path in out.glob("step_*")) == ["step_00000004", "step_00000005"]
     assert (out / "earlier/1/step_00000003").exists()
+
+
+class Three(nn.Module):
+    """The model of the course's first chapter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.tensor([10.0, 20.0, 30.0, 40.0, 50.0]))
+        self.second = nn.Parameter(torch.tensor([60.0, 70.0]))
+        self.third = nn.Parameter(torch.tensor([80.0]))
+
+    def forward(self, x):
+        return (torch.cat((self.third, self.second, self.first)) * x).sum()
+
+
+def step_in_numbers(folder):
+    """On each of two ranks: the course's step in every mode, without gaps in buckets; its rows go
+    to a file of this rank."""
+    x = torch.tensor([16.0, 12, 14, 2, 4, 6, 8, 10]) * (1 + 2 * dist.get_rank())
+    rows = {}
+    with mock.patch.multiple(ddp, ALIGN=1, ALIGN_CHUNK=1):
+        for wrapper in (ddp.DDP, Zero1, Zero2, Zero3):
+            net = nn.Sequential(Three())
+            units = {} if wrapper is ddp.DDP else dict(units=[net[0]])
+            model = wrapper(net, **units)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+            model(x).backward()
+            [bucket] = model.buckets
+            trained = bucket.parameters if wrapper is ddp.DDP else bucket.shards
+            gradients = torch.tensor(trained[0].grad.untyped_storage().tolist(), dtype=torch.uint8)
+            optimizer.step()
+            momentum = [optimizer.state[p]["momentum_buffer"] for p in trained]
+            parameters = bucket.whole if wrapper in (Zero1, Zero2) else torch.cat([*trained])
+            rows[wrapper.__name__] = dict(gradients=gradients.view(torch.float32).tolist(),
+                                          momentum=torch.cat(momentum).tolist(),
+                                          parameters=parameters.tolist())
+    torch.save(rows, f"{folder}/{dist.get_rank()}.pt")
+
+
+def test_course_has_these_numbers(tmp_path):
+    """The rows of its first chapter are what ranks hold."""
+    verify.run(2, step_in_numbers, tmp_path)
+    [block] = [block for block in blocks_of("course", "") if block.startswith("model  ")]
+    _, *sections = re.split(r"^(?=\S)", block, flags=re.MULTILINE)
+    titles = {"DDP": "DDP:", "Zero1": "Zero1:", "Zero2": "Zero2:", "Zero3": "after the step"}
+    n_rows = 0
+    for mode, title in titles.items():
+        [section] = [section for section in sections if section.startswith(title)]
+        for line in section.splitlines()[1:]:
+            name = line.split()[0] if line else None
+            for rank, text in enumerate((line[24:54], line[54:])):
+                expected = [float(number) for number in text.replace("|", " ").split()]
+                actual = torch.load(tmp_path / f"{rank}.pt")[mode]
+                assert not line or actual[name] == expected, f"{mode}, rank {rank}: {name}"
+                n_rows += bool(line)
+    assert n_rows == 2 * (3 + 3 + 1 + 3)
 
 
 def in_order(lines, text):
