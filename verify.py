@@ -8,7 +8,8 @@
     python verify.py --module own.py     # your module in place of ours: see `Task`
     python verify.py --device cuda       # on an accelerator: one is enough, ranks share it
 
-`reference` trains a module in one process, in a plain loop of torch that uses nothing of ours.
+`reference` trains a module in one process, in a plain loop of torch that uses nothing of ours. (For
+DDP and Zero1 it adds up each rank's micro-steps first, as they do.)
 `distributed` trains it on W ranks, in a wrapper. Both note the gradients and the parameters of each
 step, and `compare` looks at all bits of all of them. Ours have to be equal at every W. Torch's own
 wrappers are held against the same loop: at W = 2 they are equal, too, and above they add in another
@@ -71,7 +72,8 @@ OWN_FIRST = ("ddp", "zero1", "torch ddp", "torch zero1")  # they average once in
 def rows(tasks: list[str], is_own: bool):
     """-> (claim, W, check, its arguments) of each row. tasks: keys of TASKS, or the path of a
     file alone."""
-    claim = "W ranks, in any wrapper of ours, end on the bits of one process that runs a plain loop"
+    claim = ("W ranks, in any wrapper of ours, end on the bits of one process that runs a plain loop\n"
+             "(for ddp and zero1 one that adds up each rank's micro-steps first)")
     for W, wrapper, micro_steps in itertools.product((1, 2, 3, 4), OURS, (1, 2)):
         yield claim, W, bits_of_one_process, (wrapper, micro_steps, tasks)
     claim = "Torch's own wrappers do so at W = 2, and above they come close"
