@@ -9,12 +9,12 @@
     python verify.py --device cuda       # on an accelerator: one is enough, ranks share it
 
 `reference` trains a module in one process, in a plain loop of torch that uses nothing of ours. (For
-DDP and Zero1 it adds up each rank's micro-steps first, as they do.)
-`distributed` trains it on W ranks, in a wrapper. Both note the gradients and the parameters of each
-step, and `compare` looks at all bits of all of them. Ours have to be equal at every W. Torch's own
-wrappers are held against the same loop: at W = 2 they are equal, too, and above they add in another
-order. After that come the bits of oracle.py, and the formulas of the ZeRO paper: how many bytes a
-rank holds, and how many elements it sends.
+DDP and Zero1 it adds up each rank's micro-steps first, as they do.) `distributed` trains it on W
+ranks, in a wrapper. Both note the gradients and the parameters of each step, and `compare` looks at
+all bits of all of them. Ours have to be equal at every W. Torch's own wrappers are held against the
+same loop: at W = 2 they are equal, too, and above they add in another order. After that come the
+bits of oracle.py, and the formulas of the ZeRO paper: how many bytes a rank holds, and how many
+elements it sends.
 
 How to prove it wrong: write a module that all rows take, and that W ranks train otherwise than one
 process does. And how to see that rows can fail: change a sign, or the order of a sum, in ddp.py or
@@ -72,8 +72,8 @@ OWN_FIRST = ("ddp", "zero1", "torch ddp", "torch zero1")  # they average once in
 def rows(tasks: list[str], is_own: bool):
     """-> (claim, W, check, its arguments) of each row. tasks: keys of TASKS, or the path of a
     file alone."""
-    claim = ("W ranks, in any wrapper of ours, end on the bits of one process that runs a plain loop\n"
-             "(for ddp and zero1 one that adds up each rank's micro-steps first)")
+    claim = ("W ranks, in any wrapper of ours, end on the bits of one process, in a plain loop "
+             "(which,\nfor ddp and zero1, adds up each rank's micro-steps first)")
     for W, wrapper, micro_steps in itertools.product((1, 2, 3, 4), OURS, (1, 2)):
         yield claim, W, bits_of_one_process, (wrapper, micro_steps, tasks)
     claim = "Torch's own wrappers do so at W = 2, and above they come close"
