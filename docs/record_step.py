@@ -29,6 +29,7 @@ An upper-case letter: there is memory for it twice, such as in the own chunk and
 
 import argparse
 import contextlib
+import functools
 import json
 import linecache
 import pathlib
@@ -51,7 +52,6 @@ import zero  # noqa: E402
 from bench import launch  # noqa: E402
 from verify import OURS, run  # noqa: E402
 
-BUCKET = zero.ShardedBucket
 PAGE = ROOT / "docs" / "step.html"
 BEGIN, END = '<script id="record" type="application/json">\n', "\n</script><!-- record -->"
 # By world size the sample of each rank. Three ranks take three weights of each unit. All numbers
@@ -102,18 +102,22 @@ def step(model, optimizer, samples, note):
     note("zero_grad")
 
 
-class Recorder:
-    """Of this rank.
+WATCHED = ((ddp, "span"), (zero, "span"), (ddp, "exchange"), (dist, "all_reduce"),
+           (ddp.Reducer, "_gradient_is_complete"), (ddp.ReduceScatter, "add"),
+           (zero.ShardedBucket, "give_means"), (zero.ShardedBucket, "hide"))
 
-        events   that were noted
+
+class Recorder:
+    """Of this rank. Methods with the names of WATCHED are called in their place.
+
         marks    [(mark, seconds)]: e, an event; s, an exchange starts; w2, the rank begins to wait
                  for exchange 2; d2, it is done with waiting
-        arrived  {number of an exchange: seconds}
+        arrived  {number of an exchange: seconds}; sizes: the bytes that this rank sends in each
         open     (verb, what) of the span that is under way; None if its event is noted
         places   {number of a unit: its bucket, its place in it}; empty where only times count
         letters  {(row, tag of a bucket, number of a chunk): letter}, where it is not v
         means    (a bucket, its means), which shards do not have yet
-        cells    {(row, unit, element): cell}, at the last event
+        cells    {rank, row and unit: cells}, at the last event
     """
 
     def __init__(self):
@@ -123,27 +127,25 @@ class Recorder:
         self.clear()
 
     def clear(self):
-        self.events, self.marks, self.arrived = [], [], {}
-        self.starts, self.ends, self.n_exchanges = {}, [], 0
+        self.events, self.marks, self.arrived, self.sizes = [], [], {}, []
+        self.starts, self.ends = {}, []
 
-    @contextlib.contextmanager
     def watching(self):
-        with contextlib.ExitStack() as stack:
-            for owner, name, watch in (
-                    (ddp, "span", self.span), (zero, "span", self.span),
-                    (ddp, "exchange", self.exchange), (dist, "all_reduce", self.all_reduce),
-                    (ddp.ReduceScatter, "add", self.add), (BUCKET, "hide", self.hide),
-                    (BUCKET, "give_means", self.give_means),
-                    (ddp.Reducer, "_gradient_is_complete", self.gradient_is_complete)):
-                stack.enter_context(watched(owner, name, watch))
-            yield
+        stack = contextlib.ExitStack()
+        for owner, name in WATCHED:
+            watch = functools.partial(getattr(self, name), getattr(owner, name))
+            # A lambda, which is a method where the owner is a class.
+            call = lambda *arguments, watch=watch, **options: watch(*arguments, **options)  # noqa: E731
+            stack.enter_context(mock.patch.object(owner, name, call))
+        return stack
 
     def mark(self, what):
         self.marks.append((what, time.monotonic()))
 
     def note(self, what, code=None, **more):
         self.mark("e")
-        event = dict(what=in_units(what), starts=self.starts, ends=self.ends, **more)
+        what = what.replace(".weight", "").replace("weight", "the root")  # units, not parameters
+        event = dict(what=what, starts=self.starts, ends=self.ends, **more)
         if self.places:
             event["names"], event["line"] = code or functions_under_way()
             event["set"], event["held"] = self.look()
@@ -163,7 +165,7 @@ class Recorder:
             self.note(f"{verb} {what}")
             self.open = None
 
-    def gradient_is_complete(self, real, model, name, p):
+    def _gradient_is_complete(self, real, model, name, p):
         self.set_letters("g", model._bucket_of[name], range(self.W), "o")
         code = real.__code__
         line = line_at(code.co_filename, code.co_firstlineno)
@@ -183,10 +185,11 @@ class Recorder:
     def start(self, row, bucket, letters, real, *arguments, **options):
         """An exchange starts after its event, as an all-reduce writes where it reads. Letters are
         those of changed cells while it is under way, and then."""
-        self.n_exchanges += 1
-        number = self.n_exchanges
+        messages = self.messages(row, bucket, letters)
+        self.sizes.append(4 * sum(n for *_, n in messages) // len(self.peers))
+        number = len(self.sizes)
+        self.starts[number] = messages
         changed = range(self.W) if letters == "sm" else self.peers
-        self.starts[number] = self.messages(row, bucket, letters)
         self.set_letters(row, bucket, changed, letters[0])
         self.mark("s")
         self.end_span()
@@ -211,15 +214,18 @@ class Recorder:
 
     def messages(self, row, bucket, letters):
         """In a reduce-scatter each peer is sent its chunk; in an all-gather this rank's."""
-        size = bucket.n // self.W
+        chunk_size, unit_size = bucket.n // self.W, bucket.parameters[0].numel()
         messages = []
         for peer in self.peers:
             chunk = peer if letters == "sx" else self.rank
-            begin, end = chunk * size, (chunk + 1) * size
+            begin, end = chunk * chunk_size, (chunk + 1) * chunk_size
             if letters == "sm":
                 begin, end = 0, bucket.n
-            for part in parts_between(bucket, begin, end):
-                messages.append([self.rank, peer, row, *part])
+            while begin < end:  # a chunk may lie in two units
+                i, first = divmod(begin, unit_size)
+                n = min(unit_size - first, end - begin)
+                messages.append([self.rank, peer, row, unit_of(bucket.names[i]), first, n])
+                begin += n
         return messages
 
     def add(self, real, scatter, out, *earlier):
@@ -227,7 +233,7 @@ class Recorder:
         real(scatter, out, *earlier)
         _, bucket = self.open
         self.set_letters("g", bucket, [self.rank], "m")
-        if isinstance(bucket, BUCKET):
+        if isinstance(bucket, zero.ShardedBucket):
             self.means = bucket, out
             self.end_span()
 
@@ -238,10 +244,9 @@ class Recorder:
             self.note(f"free: gradients of {bucket}")
 
     def hide(self, real, bucket):
-        """Before it is gathered again, only the own chunk is of use."""
+        """What others own is old, where it has memory."""
         real(bucket)
-        self.set_letters("p", bucket, range(self.W), "x")
-        self.set_letters("p", bucket, [self.rank], "v")
+        self.set_letters("p", bucket, self.peers, "x")
         self.end_span()
 
     def set_letters(self, row, bucket, chunks, letter):
@@ -258,9 +263,10 @@ class Recorder:
             for row, tensors in self.tensors_of(bucket, i).items():
                 parts = {}  # each memory once
                 for t in tensors:
-                    memory = t.untyped_storage()
-                    sizes[memory.data_ptr()] = memory.nbytes()
-                    parts.setdefault(memory.data_ptr(), part_of(bucket, i, memory))
+                    if t is not None:
+                        memory = t.untyped_storage()
+                        sizes[memory.data_ptr()] = memory.nbytes()
+                        parts.setdefault(memory.data_ptr(), part_of(bucket, i, memory))
                 key = f"{self.rank}{row}{unit}"
                 before = self.cells.get(key)
                 self.cells[key] = self.cells_of(bucket, i, row, parts.values(), before)
@@ -272,67 +278,38 @@ class Recorder:
         """{row: tensors in whose memory a parameter has elements}, the one to be shown first."""
         p = shard = bucket.parameters[i]
         whole = means = None
-        if isinstance(bucket, BUCKET):
+        if isinstance(bucket, zero.ShardedBucket):
             shard, whole = bucket.shards[i], bucket.whole
         if self.means is not None and self.means[0] is bucket:
             means = self.means[1]
         state = self.optimizer.state[shard]
-        rows = dict(p=[shard, whole], g=[means, shard.grad, p.grad, bucket.gradients],
+        return dict(p=[shard, whole], g=[means, shard.grad, p.grad, bucket.gradients],
                     m=[state["exp_avg"]], v=[state["exp_avg_sq"]])
-        for row, tensors in rows.items():
-            rows[row] = [t for t in tensors if t is not None]
-        return rows
 
     def cells_of(self, bucket, i, row, parts, before):
         cells = []
-        has_no_value = bucket.parameters[i].grad is None and bucket.gradients is not None
-        for element in range(bucket.parameters[i].numel()):
-            chunk = (bucket.layouts[i][2] + element) // (bucket.n // self.W)
+        p, (_, _, begin) = bucket.parameters[i], bucket.layouts[i]
+        for element in range(p.numel()):
+            chunk = (begin + element) // (bucket.n // self.W)
             letter = self.letters.get((row, bucket.tag, chunk), "v")
             numbers = []
             for first, values in parts:
                 if first <= element < first + len(values):
                     numbers.append(values[element - first])
-            cell = letter
             if not numbers:
                 cell = "."
-            elif row == "g" and has_no_value:
+            elif row == "g" and p.grad is None and bucket.gradients is not None:
                 cell = "z"
             elif letter == "~" or (letter == "s" and before[element][0] == "s"):
-                cell += before[element][1:]  # and not read while a message may write it
+                cell = letter + before[element][1:]  # not read, as a message may be writing it
             else:
-                cell += f"{numbers[0].item():.4g}"
+                cell = f"{letter}{numbers[0].item():.4g}"
             cells.append(cell[0].upper() + cell[1:] if len(numbers) > 1 else cell)
         return cells
 
 
-def watched(owner, name, watch):
-    """A context, in which watch(real, ...) is called in place of an owner's real(...)."""
-    real = getattr(owner, name)
-
-    def call(*arguments, **options):
-        return watch(real, *arguments, **options)
-
-    return mock.patch.object(owner, name, call)
-
-
-def in_units(text):
-    """Each unit has one parameter."""
-    return text.replace(".weight", "").replace("weight", "the root")
-
-
 def unit_of(parameter):
     return 0 if parameter == "weight" else 1 + int(parameter.split(".")[1])
-
-
-def parts_between(bucket, begin, end):
-    """[(number of a unit, first element, elements)] in this part of a bucket."""
-    parts = []
-    for name, (shape, _, place) in zip(bucket.names, bucket.layouts):
-        first, last = max(begin, place), min(end, place + shape.numel())
-        if first < last:
-            parts.append((unit_of(name), first - place, last - first))
-    return parts
 
 
 def part_of(bucket, i, memory):
@@ -433,34 +410,28 @@ def time_rank():
                 recorder.clear()
                 dist.barrier()
                 step(model, optimizer, torch.ones(2, ROWS, SIZE), recorder.note)
-                of_ranks = [None, None]
-                own = recorder.events, recorder.marks, recorder.arrived
-                dist.all_gather_object(of_ranks, own)
-                steps.append(in_ms(of_ranks))
+                steps.append(step_in_ms(recorder))
         modes[mode] = min(steps[WARM_UP:], key=lambda of_step: max(map(max, of_step["times"])))
     if dist.get_rank() == 0:
         print("RESULT", json.dumps(modes))
     dist.destroy_process_group()
 
 
-def in_ms(of_ranks):
-    """What the page has of a step in time, and the names of its events."""
-    events, marks, _ = of_ranks[0]
-    n_bytes = []
-    for event in events:
-        for messages in event["starts"].values():
-            n_bytes.append(4 * sum(message[-1] for message in messages))
-    begin = min(marks[0][1] for _, marks, _ in of_ranks)
-    of_step = dict(events=[event["what"] for event in events], marks=[mark for mark, _ in marks],
-                   bytes=n_bytes, times=[], arrived=[])
-    for _, marks, arrived in of_ranks:
-        of_step["times"].append([round(1e3 * (moment - begin), 2) for _, moment in marks])
-        in_order = [arrived[number] for number in sorted(arrived)]
-        of_step["arrived"].append([round(1e3 * (moment - begin), 2) for moment in in_order])
-    return of_step
+def step_in_ms(recorder):
+    """What the page has of a step. A collective."""
+    of_ranks = [None, None]
+    dist.all_gather_object(of_ranks, (recorder.marks, recorder.arrived))
+    begin = min(marks[0][1] for marks, _ in of_ranks)
+    times, arrivals = [], []
+    for marks, arrived in of_ranks:
+        times.append([round(1e3 * (moment - begin), 2) for _, moment in marks])
+        moments = [arrived[number] for number in sorted(arrived)]
+        arrivals.append([round(1e3 * (moment - begin), 2) for moment in moments])
+    return dict(marks=[mark for mark, _ in recorder.marks], bytes=recorder.sizes, times=times,
+                arrived=arrivals)
 
 
-def time_on_cable(runs):
+def time_on_cable():
     """Two ranks in two network namespaces."""
     ranks = launch.Run("a step in time", 2, ("--rank",), program="docs/record_step.py")
     with tempfile.TemporaryDirectory() as folder, launch.cable(f"{RATE}mbit") as hosts:
@@ -469,9 +440,6 @@ def time_on_cable(runs):
     if "failed" in modes:
         sys.exit(f"no times: {modes['failed']}")
     del modes["metrics"]  # a training has them
-    for mode, of_step in modes.items():
-        if of_step.pop("events") != [event["what"] for event in runs[f"{mode} 2"]]:
-            sys.exit(f"no times: {mode} has other events than with the tiny model")
     return dict(rate=RATE, size=SIZE, samples=ROWS, steps=STEPS, runs=modes)
 
 
@@ -494,7 +462,7 @@ def main():
     for mode in OURS:
         for W in SAMPLES:
             runs[f"{mode} {W}"] = record_run(mode, W)
-    times = time_on_cable(runs) if options.times else page["times"]
+    times = time_on_cable() if options.times else page["times"]
     text = json.dumps(dict(samples=SAMPLES, runs=runs, times=times), separators=(",", ":"))
     for begin in ('{"what"', '"times"'):
         text = text.replace(begin, "\n" + begin)  # a line for each event
