@@ -29,7 +29,6 @@ An upper-case letter: there is memory for it twice, such as in the own chunk and
 
 import argparse
 import contextlib
-import functools
 import json
 import linecache
 import pathlib
@@ -38,7 +37,6 @@ import tempfile
 import threading
 import time
 import types
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -82,15 +80,8 @@ class Block(nn.Module):
         return product
 
 
-def wrap(mode, module):
-    """In DDP a bucket has two units. No gaps align parameters and chunks."""
-    two_units = 2 * module.weight.nbytes
-    options = {"bucket_cap_mb": two_units / 2**20} if mode == "ddp" else {}
-    with mock.patch.multiple(ddp, ALIGN=1, ALIGN_CHUNK=1, FIRST_BUCKET_BYTES=two_units):
-        return OURS[mode](module, **options)
-
-
-def step(model, optimizer, samples, note):
+def step(recorder, samples):
+    model, optimizer, note = recorder.model, recorder.optimizer, recorder.note
     sample = samples[dist.get_rank()]
     note("begin")
     loss = model(sample).sum()
@@ -108,7 +99,8 @@ WATCHED = ((ddp, "span"), (zero, "span"), (ddp, "exchange"), (dist, "all_reduce"
 
 
 class Recorder:
-    """Of this rank. Methods with the names of WATCHED are called in their place.
+    """Of this rank, whose process serves nothing else. It trains in a mode, and methods with the
+    names of WATCHED are called in place of these.
 
         marks    [(mark, seconds)]: e, an event; s, an exchange starts; w2, the rank begins to wait
                  for exchange 2; d2, it is done with waiting
@@ -120,24 +112,22 @@ class Recorder:
         cells    {rank, row and unit: cells}, at the last event
     """
 
-    def __init__(self):
+    def __init__(self, mode, weights, **adam):
         self.rank, self.W = dist.get_rank(), dist.get_world_size()
         self.peers = [rank for rank in range(self.W) if rank != self.rank]
         self.open, self.means, self.places, self.letters, self.cells = None, None, {}, {}, {}
         self.clear()
+        for owner, name in WATCHED:
+            setattr(owner, name, in_place_of(getattr(owner, name), getattr(self, name)))
+        two_units = 2 * weights[0].nbytes  # in a bucket of DDP
+        ddp.ALIGN, ddp.ALIGN_CHUNK, ddp.FIRST_BUCKET_BYTES = 1, 1, two_units  # without gaps
+        options = {"bucket_cap_mb": two_units / 2**20} if mode == "ddp" else {}
+        self.model = OURS[mode](Block("the root", weights, self.note), **options)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), **adam)
 
     def clear(self):
         self.events, self.marks, self.arrived, self.sizes = [], [], {}, []
         self.starts, self.ends = {}, []
-
-    def watching(self):
-        stack = contextlib.ExitStack()
-        for owner, name in WATCHED:
-            watch = functools.partial(getattr(self, name), getattr(owner, name))
-            # A lambda, which is a method where the owner is a class.
-            call = lambda *arguments, watch=watch, **options: watch(*arguments, **options)  # noqa: E731
-            stack.enter_context(mock.patch.object(owner, name, call))
-        return stack
 
     def mark(self, what):
         self.marks.append((what, time.monotonic()))
@@ -308,6 +298,13 @@ class Recorder:
         return cells
 
 
+def in_place_of(real, watch):
+    """A function, and so a method of a class, that calls watch(real, ...)."""
+    def call(*arguments, **options):
+        return watch(real, *arguments, **options)
+    return call
+
+
 def unit_of(parameter):
     return 0 if parameter == "weight" else 1 + int(parameter.split(".")[1])
 
@@ -353,22 +350,18 @@ def functions_under_way():
 def record(mode):
     """-> [event] of this rank, in the second step. The first one learns the order of use; in it
     each number falls by 1."""
-    recorder = Recorder()
-    samples = torch.tensor(SAMPLES[recorder.W], dtype=torch.float)
+    samples = torch.tensor(SAMPLES[dist.get_world_size()], dtype=torch.float)
     weights = torch.tensor(WEIGHTS, dtype=torch.float)[:, :samples.shape[1]] + 1
-    with recorder.watching():
-        model = wrap(mode, Block("the root", weights, recorder.note))
-        optimizer = torch.optim.Adam(model.parameters(), lr=1, betas=(0.5, 0.75))
-        step(model, optimizer, torch.full_like(samples, recorder.W), recorder.note)
-        for state in optimizer.state.values():
-            for t in state.values():
-                t.zero_()  # in Adam's first step a number moves by lr, whatever its gradient is
-        recorder.clear()
-        recorder.optimizer = optimizer
-        for bucket in model.buckets:
-            for i, name in enumerate(bucket.names):
-                recorder.places[unit_of(name)] = bucket, i
-        step(model, optimizer, samples, recorder.note)
+    recorder = Recorder(mode, weights, lr=1, betas=(0.5, 0.75))
+    step(recorder, torch.full_like(samples, len(samples)))
+    for state in recorder.optimizer.state.values():
+        for t in state.values():
+            t.zero_()  # in Adam's first step a number moves by lr, whatever its gradient is
+    recorder.clear()
+    for bucket in recorder.model.buckets:
+        for i, name in enumerate(bucket.names):
+            recorder.places[unit_of(name)] = bucket, i
+    step(recorder, samples)
     return recorder.events
 
 
@@ -395,25 +388,19 @@ def record_run(mode, W):
 # times
 
 
-def time_rank():
-    """A rank of `time_on_cable`. Of each mode the shortest step is kept."""
+def time_rank(mode):
+    """A rank of `time_on_cable`. The shortest step is kept."""
     dist.init_process_group("gloo")
-    modes = {}
-    for mode in OURS:
-        recorder = Recorder()
-        steps = []
-        with recorder.watching():
-            weights = torch.full((5, SIZE, SIZE), 1 / SIZE)
-            model = wrap(mode, Block("the root", weights, recorder.note))
-            optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
-            for _ in range(WARM_UP + STEPS):
-                recorder.clear()
-                dist.barrier()
-                step(model, optimizer, torch.ones(2, ROWS, SIZE), recorder.note)
-                steps.append(step_in_ms(recorder))
-        modes[mode] = min(steps[WARM_UP:], key=lambda of_step: max(map(max, of_step["times"])))
+    recorder = Recorder(mode, torch.full((5, SIZE, SIZE), 1 / SIZE), lr=1e-6)
+    steps = []
+    for _ in range(WARM_UP + STEPS):
+        recorder.clear()
+        dist.barrier()
+        step(recorder, torch.ones(2, ROWS, SIZE))
+        steps.append(step_in_ms(recorder))
     if dist.get_rank() == 0:
-        print("RESULT", json.dumps(modes))
+        shortest = min(steps[WARM_UP:], key=lambda of_step: max(map(max, of_step["times"])))
+        print("RESULT", json.dumps(shortest))
     dist.destroy_process_group()
 
 
@@ -433,13 +420,15 @@ def step_in_ms(recorder):
 
 def time_on_cable():
     """Two ranks in two network namespaces."""
-    ranks = launch.Run("a step in time", 2, ("--rank",), program="docs/record_step.py")
+    modes = {}
     with tempfile.TemporaryDirectory() as folder, launch.cable(f"{RATE}mbit") as hosts:
         path = pathlib.Path(folder)
-        modes = launch.launch(ranks, hosts, 29478, path, path / "log")[-1]
-    if "failed" in modes:
-        sys.exit(f"no times: {modes['failed']}")
-    del modes["metrics"]  # a training has them
+        for mode in OURS:
+            ranks = launch.Run(mode, 2, ("--rank", mode), program="docs/record_step.py")
+            modes[mode] = launch.launch(ranks, hosts, 29478, path, path / "log")[-1]
+            if "failed" in modes[mode]:
+                sys.exit(f"no times: {modes[mode]['failed']}")
+            del modes[mode]["metrics"]  # a training has them
     return dict(rate=RATE, size=SIZE, samples=ROWS, steps=STEPS, runs=modes)
 
 
@@ -453,10 +442,10 @@ def parts_of_page():
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--times", action="store_true", help="record a step in time, too")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", metavar="MODE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        return time_rank()
+        return time_rank(options.rank)
     head, page, tail = parts_of_page()
     runs = {}
     for mode in OURS:
