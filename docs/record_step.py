@@ -247,7 +247,7 @@ class Recorder:
 
     def look(self):
         """({rank, row and unit: cells}, where one has changed; bytes)"""
-        changed, sizes = {}, {}
+        changed, held = {}, {}  # held: {address of memory: bytes}
         for unit in sorted(self.places):
             bucket, i = self.places[unit]
             for row, tensors in self.tensors_of(bucket, i).items():
@@ -255,14 +255,14 @@ class Recorder:
                 for t in tensors:
                     if t is not None:
                         memory = t.untyped_storage()
-                        sizes[memory.data_ptr()] = memory.nbytes()
+                        held[memory.data_ptr()] = memory.nbytes()
                         parts.setdefault(memory.data_ptr(), part_of(bucket, i, memory))
                 key = f"{self.rank}{row}{unit}"
                 before = self.cells.get(key)
                 self.cells[key] = self.cells_of(bucket, i, row, parts.values(), before)
                 if self.cells[key] != before:
                     changed[key] = " ".join(self.cells[key])
-        return changed, sum(sizes.values())
+        return changed, sum(held.values())
 
     def tensors_of(self, bucket, i):
         """{row: tensors in whose memory a parameter has elements}, the one to be shown first."""
