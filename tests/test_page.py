@@ -97,8 +97,8 @@ def test_pages_lead_to_events():
         assert words.get("event", "begin") in names, link
 
 
-def test_page_is_one_file():
-    """It names others only in links that a reader may follow."""
+def test_page_loads_nothing():
+    """It is one file, which names others only in links that a reader may follow."""
     assert not re.search(r"@import|\bfetch\(|XMLHttpRequest| src=|url\(", HEAD + TAIL)
     for link in re.findall(r'href="([^"]*)"', HEAD + TAIL):
         is_file = link.startswith("../") and (PAGE.parent / link).exists()
