@@ -43,7 +43,8 @@ import torch.distributed as dist
 from torch import nn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent  # of the project
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
 
 import ddp  # noqa: E402
 import zero  # noqa: E402
