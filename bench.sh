@@ -11,9 +11,9 @@
 #   cost          device hours for 10^9 tokens, and dollars: --price 2.5                 30 min
 #   collectives   each one beside torch's: --sizes 64kB,4MB --repeats 9                   2 min
 #   overhead      what a wrapper makes the CPU do, counted: kernels, calls                1 min
-#   fit           the largest model in --budget_mb 192 a rank                            10 min
+#   fit           the largest model in --budget_mb 192 a rank; on one rank of single     10 min
 #   predict       1 to 1,024 devices, on paper: --step_ms 123 --tokens 32768 --model gpt2, or
-#                 --result FILE; --node_size 8 --intra 450 --inter 50 (GB/s), --price 2.5
+#                 --result FILE [--model]; --node_size 8 --intra 450 --inter 50 (GB/s), --price 2.5
 #   compare A B   two out_dirs of train.py: --rtol 1e-5 --atol 1e-6
 #
 # --worlds 1,2,4  --modes ddp,zero3  --rounds 3  --micro_batch_size 4  --json  --svg FILE

@@ -118,7 +118,7 @@ def sharded_state(model: nn.Module,
     for name, p, first, whole in own_parts:
         own = local(p).detach()
         if hasattr(p, "whole_stride"):
-            # Who loads writes into what is returned here. zero.py gathers what has another version,
+            # A load writes into what is returned here. zero.py gathers what has another version,
             # which ranks with an empty shard have to know, too.
             torch.autograd.graph.increment_version(p)
         if own.numel() == 0:

@@ -585,8 +585,8 @@ class DDP(Reducer):
     """Average gradients over ranks during every backward of module.
 
     process_group: the ranks that train together; all, unless given.
-    bucket_cap_mb: the largest size of a bucket in MB (2**20 bytes); 25, unless given. The first has
-    1, or less.
+    bucket_cap_mb: the largest size of a bucket in MB (2**20 bytes); 25, or W/4 if that is more,
+    unless given. The first has 1, or less.
 
     All ranks begin with rank 0's parameters and buffers. Hooks are on the parameters, so a backward
     of `model.module(x)` is averaged, too. Raises RuntimeError: see the first list above.

@@ -242,7 +242,7 @@ def unshard(parameters: list[Parameter], *_) -> None:
 
 def reshard(parameters: list[Parameter], *_) -> None:
     """Forward hook of a unit: free these values. One nan stays, expanded to the shape, which
-    autograd needs. Who reads a parameter at a wrong time gets nan, and no old value."""
+    autograd needs. Code that reads a parameter at a wrong time gets nan, and no old value."""
     for p in parameters:
         p.data = p.new_full((), math.nan).expand(p.shape)  # one element, strides of 0
 

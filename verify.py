@@ -177,7 +177,7 @@ TASKS = {"gpt": Task(small_gpt, gpt_loss), "odd": Task(Odd, odd_loss),
 # in one process, and on W ranks
 #
 # A step has N = W x micro_steps micro batches. Rank r's a-th is number aW + r. Sums are made in the
-# order of these numbers, and divided once, by N: so it does not matter which rank has which. Who
+# order of these numbers, and divided once, by N: so it does not matter which rank has which. What
 # averages once in a step (DDP, stage 1, torch's DDP) adds a rank's own micro batches first.
 
 

@@ -38,7 +38,7 @@ A bucket of parameters a, b and c on three ranks. Chunks end anywhere, also insi
 What happens in a step, and in which method. "same": as in the stage before.
 
     event                        method            Zero1                Zero2       Zero3
-    the root's forward begins    _begin_forward    gather all units     same        note the way
+    the root's forward begins    _begin_forward    gather all units     same        the way there
     a unit is called             _use              wait for it          same        see below
     the forward ends             _end_forward      wait for the rest    same        same
     a backward begins            _begin_backward   -                    -           the way back
@@ -77,9 +77,9 @@ They ask of a script what ddp.py asks, and more. They check, and raise RuntimeEr
   - No step comes between a forward and its backward, and none, nor clip_grad_norm_(), while
     no_sync() holds gradients back.
   - Each forward calls every unit. (A unit's parameters are there while it is called, and the
-    root's in all of a forward, which is a call of the module, and not of module.forward(). Who
-    reads others, or reads after a step, as state_dict() of the module does, finds nan, and no old
-    value: take `full_state_dict()`.)
+    root's in all of a forward, which is a call of the module, and not of module.forward(). Code
+    that reads others, or reads after a step, as state_dict() of the module does, finds nan, and no
+    old value: take `full_state_dict()`.)
   - The module is neither copied nor pickled after wrapping.
   - Zero3 has units to gather one by one.
 
@@ -349,8 +349,8 @@ class Zero1(Reducer):
     process_group: the ranks that train together; all, unless given.
     units: modules inside of module, each gathered when it is called. The elements of the outermost
     ModuleLists, unless given. What is in none of them, or in two, is the root's.
-    bucket_cap_mb: the size of a bucket in MB (2**20 bytes); 25, unless given. Each unit has buckets
-    of its own.
+    bucket_cap_mb: the size of a bucket in MB (2**20 bytes); 25, or W/4 if that is more, unless
+    given. Each unit has buckets of its own.
     param_dtype: in which whole parameters and gradients are, such as torch.bfloat16. Shards, their
     gradients and so the optimizer stay in the module's dtype: 2 + 2 + 12 bytes for each parameter
     (paper, section 3.1). Only floating-point parameters are cast.
@@ -451,7 +451,7 @@ class Zero1(Reducer):
                     self._refuse(f"freeze, or unfreeze, before wrapping: {name}")
 
     def _begin_forward(self):
-        """Start to gather what is old. Each unit waits for its own part."""
+        """Start to gather what is old. Each unit waits for its own parameters."""
         for unit in self.units:
             self._start_unshard(unit)
 
