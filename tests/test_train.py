@@ -350,7 +350,9 @@ def test_what_a_scaler_learns_of_a_skipped_step(mode, function, expected, tmp_pa
     """In fp16 a loss that is not finite, with gradients that are, is no good step, and no reason
     for another scale; gradients that are not finite halve it. A skipped step is no time for a
     checkpoint. A run that resumes has the scale, and the count, of its checkpoint."""
-    options = dict(W=2, mode=mode, dtype="fp16", save_interval=1, keep_last=9)
+    text = tmp_path / "text.txt"  # of others gradients may be too large for fp16 by themselves
+    text.write_text("".join(chr(97 + i * i % 26) for i in range(20_000)))
+    options = dict(W=2, mode=mode, dtype="fp16", save_interval=1, keep_last=9, dataset=text)
     finish(tmp_path, max_steps=3, plant=partial(spoil, function, (2,), math.inf), **options)
     finish(tmp_path, resume="auto", **options)
     skipped = [entry["skipped"] for entry in lines_of(tmp_path / "metrics.jsonl")]
