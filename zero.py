@@ -67,9 +67,9 @@ reduce-scatter; "wait" and "add" finish them:
     those of the root, too           add 0, reduce root
     backward ends                    add root, free all                 -
 
-In Zero2 and Zero3 contributions are added rank by rank, and micro-step by micro-step. These are the
-bits of one process that computes the same micro batches in turn, if gradients are divided once, as
-with `set_gradient_divide_factor(1)`, or if W is a power of two.
+Outside of no_sync() contributions are added rank by rank, and micro-step by micro-step. These are
+the bits of one process that computes the same micro batches in turn, if gradients are divided once,
+as with `set_gradient_divide_factor(1)`, or if W is a power of two.
 
 They ask of a script what ddp.py asks, and more. They check, and raise RuntimeError:
 

@@ -24,7 +24,7 @@ cell is an element, of 4 bytes, as a letter and a number:
     ~  a message may be writing it; the     m  the mean over ranks
        number is what was there before
 
-An upper-case letter: there is memory for it twice, such as in the own chunk and in the whole.
+An upper-case letter: there is memory for it twice, such as in a rank's own chunk and in the whole.
 """
 
 import argparse
@@ -100,8 +100,8 @@ WATCHED = ((ddp, "span"), (zero, "span"), (ddp, "exchange"), (dist, "all_reduce"
 
 
 class Recorder:
-    """Of this rank, whose process serves nothing else. It trains in a mode, and methods with the
-    names of WATCHED are called in place of these.
+    """It trains in a mode, and watches this rank, whose process should do nothing else: its methods
+    with the names of WATCHED are called in place of these.
 
         marks    [(mark, seconds)]: e, an event; s, an exchange starts; w2, the rank begins to wait
                  for exchange 2; d2, it is done with waiting
@@ -328,12 +328,12 @@ def line_at(file, number):
 
 def functions_under_way():
     """(names, line): methods of the wrapper, and the first function of another kind that they call.
-    Without any the line is that of `step`, be it the one before a note."""
+    Without any the line is that of `step`; if that is a note, the line above it."""
     frames, names = [], []
     frame = sys._getframe()
     while frame.f_code is not step.__code__:
-        is_of_book = frame.f_code.co_filename in (ddp.__file__, zero.__file__)
-        if is_of_book and frame.f_code.co_name != "forward":  # it is around all of the module's
+        is_ours = frame.f_code.co_filename in (ddp.__file__, zero.__file__)
+        if is_ours and frame.f_code.co_name != "forward":  # it is around all of the module's
             frames.insert(0, frame)
         frame = frame.f_back
     number = frame.f_lineno
@@ -447,12 +447,13 @@ def main():
     options = parser.parse_args()
     if options.rank:
         return time_rank(options.rank)
-    head, page, tail = parts_of_page()
+    times = time_on_cable() if options.times else None  # first, as it may be refused
     runs = {}
     for mode in OURS:
         for W in SAMPLES:
             runs[f"{mode} {W}"] = record_run(mode, W)
-    times = time_on_cable() if options.times else page["times"]
+    head, page, tail = parts_of_page()
+    times = times or page["times"]
     text = json.dumps(dict(samples=SAMPLES, runs=runs, times=times), separators=(",", ":"))
     for begin in ('{"what"', '"times"'):
         text = text.replace(begin, "\n" + begin)  # a line for each event

@@ -16,11 +16,12 @@ HEAD, RECORD, TAIL = parts_of_page()
 UNITS = len(WEIGHTS)
 
 
+@pytest.mark.parametrize("W", SAMPLES)
 @pytest.mark.parametrize("mode", OURS)
-def test_page_has_what_the_code_does(mode):
+def test_page_has_what_the_code_does(mode, W):
     """If this fails after a change of the code: python docs/record_step.py"""
-    of_code = json.loads(json.dumps(record_run(mode, 2)))
-    of_page = RECORD["runs"][f"{mode} 2"]
+    of_code = json.loads(json.dumps(record_run(mode, W)))
+    of_page = RECORD["runs"][f"{mode} {W}"]
     for now, then in zip(of_code, of_page):
         assert now == then
     assert len(of_code) == len(of_page)
