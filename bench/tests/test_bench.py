@@ -430,14 +430,15 @@ def test_fit_finds_what_the_formula_allows(capsys):
 
 
 def test_fit_measures(tree):
-    """Real trials: stage 3 trains more on two ranks than one process does alone."""
-    words = ["fit", "--worlds=1,2", "--modes=single,zero3", "--budget_mb=192", "--json",
+    """Real trials: stage 3 trains more on four ranks than one process does alone. (On two it is
+    about as much: what allocators keep is a large part of so small a budget.)"""
+    words = ["fit", "--worlds=1,4", "--modes=single,zero3", "--budget_mb=192", "--json",
              f"--dataset={ROOT}/model.py"]
     done = subprocess.run(["./bench.sh", *words], cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(done.stdout)["rows"]
-    one, two = find(rows, mode="single")["layers"], find(rows, mode="zero3")["layers"]
-    assert 0 < one < two, rows
+    one, four = find(rows, mode="single")["layers"], find(rows, mode="zero3")["layers"]
+    assert 0 < one < four, rows
 
 
 # -------------------------------------------------------------------------------------------------
