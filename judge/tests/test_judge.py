@@ -143,8 +143,9 @@ def check(path, properties, text, W):
     verdicts = {each: verdict for each, (verdict, _) in verdicts_of(trial).items()}
     bad = {each for each, verdict in verdicts.items() if verdict in BAD}
     if properties is ALL:
-        assert "mean" in bad
-        assert "as mean" in verdicts.values() and verdicts["optimizer"] == "not tried"
+        assert "mean" in bad and verdicts["optimizer"] == "not tried"
+        is_race = path.stem == "race"  # what that leaves differs from row to row
+        assert "as mean" in verdicts.values() or is_race
     else:
         assert bad == properties, verdicts
     return verdicts
