@@ -271,7 +271,7 @@ def print_number(kind):
 
 
 @pytest.mark.parametrize("kind", train.FUSED_ADAMW)
-def test_fused_adamw_of_slices(kind):
+def test_fused_adamw_of_shards(kind):
     """Where train.py takes it, it has the same bits for a tensor as for its shards."""
     actual = f"torch is built for {torch.accelerator.current_accelerator(check_available=False)}"
     if kind in actual:

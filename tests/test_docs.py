@@ -90,7 +90,7 @@ def test_readme_own_loop_has_one_hash(tmp_path):
     [muon] = blocks_of("dropin", "python")
     with_muon = re.sub(r"    model = .*\n    optimizer = .*\n", muon, own)
     with_muon = with_muon.replace("from ddp import clip_gradients_\n", "")
-    [head] = re.findall("`(from dropin import .*?)`", PAGES["dropin"].read_text())[-1:]
+    [head] = re.findall("write `(from dropin import .*?)` at", PAGES["dropin"].read_text())
     with_muon = with_muon.replace("from zero import Zero3", head)
     with_muon = with_muon.replace("optimizer.step()", "muon.step(), adamw.step()")
     with_muon = with_muon.replace("optimizer.zero_grad()", "model.zero_grad()")
@@ -397,15 +397,15 @@ def headings_of(path):
 
 @cache
 def definitions(path):
-    """{name, such as "Bucket.put": its node} of a Python file."""
-    actual = {}
+    """The names, such as "Bucket.fill", of a Python file."""
+    actual = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            actual[node.name] = node
+            actual.add(node.name)
         if isinstance(node, ast.ClassDef):
             for method in node.body:
                 if isinstance(method, ast.FunctionDef):
-                    actual[f"{node.name}.{method.name}"] = method
+                    actual.add(f"{node.name}.{method.name}")
     return actual
 
 
